@@ -1,0 +1,13 @@
+"""ZeRO for PyTorch Lightning: `Trainer(strategy="zero3")` trains any LightningModule sharded.
+
+Importing this registers the strategies "zero1", "zero2" and "zero3".
+"""
+
+from lightning_zero.engine import gathered, no_sync, shard, unshard
+from lightning_zero.placements import STAGES
+from lightning_zero.precision import PrecisionRecipe
+from lightning_zero.strategy import ZeROStrategy, register_strategies  # type: ignore[attr-defined]
+
+__all__ = ["STAGES", "PrecisionRecipe", "ZeROStrategy", "gathered", "no_sync", "shard", "unshard"]
+
+register_strategies()

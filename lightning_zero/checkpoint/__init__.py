@@ -1,0 +1,1 @@
+"""Checkpoints: of the model, not of the run that wrote them."""

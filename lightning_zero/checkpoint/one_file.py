@@ -1,0 +1,130 @@
+"""Full values from shards and shards from full values: the layout of one ordinary checkpoint file.
+
+    state_dict            {name: whole tensor}                    as `module.state_dict()` of the plain module
+    optimizer_states      {"state": {i: {...whole tensors}}}      as `optimizer.state_dict()` of the plain optimizer
+
+Names, shapes and dtypes are the plain module's: the file knows nothing of stages or ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_zero.param_group import ParamGroup
+from lightning_zero.sharded_parameter import ShardedTensor
+
+__all__ = ["full_optimizer_state", "full_state_dict", "load_state_dict", "shard_optimizer_state"]
+
+PER_PARAMETER_SCALARS = {"step", "mu_product", "eta", "mu"}
+"""Optimizer state that is one number for each parameter, whatever the parameter's shape."""
+
+
+def full_state_dict(state_dict: Mapping[str, Any], keep: bool) -> dict[str, Any]:
+    """``state_dict`` of a sharded module with whole tensors on the host; a collective on all ranks.
+
+    Whole values exist one group at a time. Names that share a parameter share the tensor.
+
+    Args:
+        state_dict: what ``module.state_dict()`` gives at rest.
+        keep: whether this rank keeps the values; where it does not, tensors of the same geometry on ``meta`` stand in,
+            so that code which edits a checkpoint finds the same keys on every rank.
+    """
+    full = dict(state_dict)
+    by_group: dict[ParamGroup, dict[int, list[str]]] = {}
+    for name, value in state_dict.items():
+        if isinstance(value, ShardedTensor):
+            owner = value.owner
+            if isinstance(owner, ParamGroup):
+                by_group.setdefault(owner, {}).setdefault(value._index, []).append(name)
+            else:
+                full[name] = _kept(value.whole(), keep)
+    for group, names_by_index in by_group.items():
+        whole = group.whole_main_weight("checkpoint")
+        for index, names in names_by_index.items():
+            value = _kept(group.view(whole, index), keep)
+            for name in names:
+                full[name] = value
+        del whole
+    return full
+
+
+def _kept(whole: Tensor, keep: bool) -> Tensor:
+    if keep:
+        # A view would drag its whole buffer into the file.
+        return whole.detach().to("cpu", copy=True)
+    return torch.empty_like(whole, device="meta")
+
+
+def load_state_dict(module: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> None:
+    """Load whole tensors into ``module``, plain or at rest.
+
+    Raises:
+        RuntimeError: names or shapes do not match, with all of them and what to do.
+    """
+    try:
+        module.load_state_dict(state_dict, strict=strict)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{error}\nThe checkpoint is of another model than `{type(module).__name__}` is now. Build the model as it"
+            " was when the checkpoint was written; names alone may differ with `self.strict_loading = False`."
+        ) from error
+
+
+def full_optimizer_state(optimizer: Optimizer, keep: bool) -> dict[str, Any]:
+    """``optimizer.state_dict()`` with whole tensors on the host; a collective on all ranks.
+
+    Args:
+        optimizer: over sharded parameters, or once over them.
+        keep: as for `full_state_dict`.
+    """
+    packed = optimizer.state_dict()
+    state = {
+        key: {name: _full_value(value, keep) for name, value in values.items()} if isinstance(values, dict) else values
+        for key, values in packed["state"].items()
+    }
+    return {**packed, "state": state}
+
+
+def _full_value(value: Any, keep: bool) -> Any:
+    if isinstance(value, ShardedTensor):
+        return _kept(value.whole(), keep)
+    return value
+
+
+def shard_optimizer_state(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `full_optimizer_state`: ``state_dict`` as ``optimizer`` can load it, this rank's part of it.
+
+    Raises:
+        ValueError: the groups of ``state_dict`` are not the optimizer's.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    saved_sizes = [len(group["params"]) for group in state_dict["param_groups"]]
+    if sizes != saved_sizes:
+        raise ValueError(
+            f"the checkpoint's {type(optimizer).__name__} has parameter groups of {saved_sizes} parameters, this one has"
+            f" {sizes}. Build the optimizer in `configure_optimizers` as it was when the checkpoint was written."
+        )
+    by_key = dict(zip(keys, parameters, strict=True))
+    state = {
+        key: {name: _sharded_value(name, value, by_key.get(key)) for name, value in values.items()}
+        if isinstance(values, dict)
+        else values
+        for key, values in state_dict["state"].items()
+    }
+    return {**state_dict, "state": state}
+
+
+def _sharded_value(name: str, value: Any, parameter: Any) -> Any:
+    if not (isinstance(value, Tensor) and isinstance(parameter, ShardedTensor)) or isinstance(value, ShardedTensor):
+        return value
+    if name in PER_PARAMETER_SCALARS or value.shape != parameter.shape:
+        return value
+    slicing = parameter.slicing
+    return ShardedTensor(slicing.cut(value).to(parameter.device, copy=True), slicing)

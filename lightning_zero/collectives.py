@@ -1,0 +1,189 @@
+"""The only caller of torch.distributed's collectives; every payload is counted here.
+
+    all_gather          whole <- shard of every rank
+    reduce_scatter      shard <- mean over ranks of whole
+    all_reduce          in place
+
+With one rank, and no process group, each is a local copy or nothing, and counts nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["Collectives", "Pending"]
+
+# Newer releases rename these two and warn on the old names.
+_ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+_REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+
+TakeBuffer = Callable[[int, torch.dtype], Tensor]
+
+
+class Pending:
+    """A collective under way; ``wait`` makes its result visible to the current stream."""
+
+    def __init__(self, work: Any = None, finish: Callable[[], None] | None = None) -> None:
+        self._work = work
+        self._finish = finish
+
+    def wait(self) -> None:
+        """Wait once; later calls return at once. References to the tensors are dropped here."""
+        work, finish, self._work, self._finish = self._work, self._finish, None, None
+        if work is not None:
+            work.wait()
+        if finish is not None:
+            finish()
+
+
+class Collectives:
+    """Collectives of one process group.
+
+    Args:
+        group: the ranks that share the state; ``None`` is one process alone.
+        device: where the payloads of ``group`` live.
+        flags_group: the same ranks over gloo: flags travel on the host, and their order is independent of the
+            payloads' order. Defaults to ``group``.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, device: torch.device, flags_group: dist.ProcessGroup | None = None
+    ) -> None:
+        self.group = group
+        self.device = device
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.world_size = 1 if group is None else dist.get_world_size(group)
+        self._source = 0 if group is None else dist.get_global_rank(group, 0)
+        self._flags_group = flags_group or group
+        self._native_reduce_scatter = group is not None and dist.get_backend(group) != "gloo"
+        self.calls: Counter[str] = Counter()
+        """Number of collectives by purpose."""
+        self.payload: Counter[str] = Counter()
+        """Elements by purpose. An all-reduce of n elements counts 2 n, as a ring sends it."""
+        self.nbytes: Counter[str] = Counter()
+        """``payload`` times the itemsize, bytes; on the wire each rank sends (W - 1) / W of it."""
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None, device: torch.device) -> Collectives:
+        """Collectives of ``group``, or of the default group where one is initialized.
+
+        Every rank must call this at the same place: it may create a gloo group for flags.
+        """
+        if group is None and dist.is_available() and dist.is_initialized():
+            group = dist.group.WORLD
+        if group is None or dist.get_world_size(group) == 1:
+            return cls(None, device)
+        ranks = dist.get_process_group_ranks(group)
+        return cls(group, device, dist.new_group(ranks, backend="gloo"))
+
+    def reset_counts(self) -> None:
+        """Set all counters to zero."""
+        for counter in (self.calls, self.payload, self.nbytes):
+            counter.clear()
+
+    def _count(self, purpose: str, tensor: Tensor, times: int = 1) -> None:
+        self.calls[purpose] += 1
+        self.payload[purpose] += times * tensor.numel()
+        self.nbytes[purpose] += times * tensor.numel() * tensor.element_size()
+
+    def all_gather(self, whole: Tensor, shard: Tensor, purpose: str = "gather") -> Pending:
+        """Concatenate the shards of all ranks; ``shard`` may be this rank's slice of ``whole``.
+
+        Args:
+            whole: shape (W * n,).
+            shard: shape (n,).
+        """
+        if self.group is None:
+            whole.copy_(shard)
+            return Pending()
+        self._count(purpose, whole)
+        return Pending(getattr(dist, _ALL_GATHER)(whole, shard, group=self.group, async_op=True))
+
+    def reduce_scatter(self, out: Tensor, whole: Tensor, take: TakeBuffer, purpose: str = "reduce") -> Pending:
+        """Mean over ranks of ``whole``; this rank keeps its chunk.
+
+        With two ranks holding [1, 2, 3, 4] and [5, 6, 7, 8], rank 0 gets [3, 4] and rank 1 gets [5, 6].
+
+        Args:
+            out: shape (n,); may be this rank's slice of ``whole``.
+            whole: shape (W * n,), must not be written before ``wait``.
+            take: gives a scratch buffer of a number of elements and dtype, where the backend needs one.
+        """
+        if self.group is None:
+            out.copy_(whole)
+            return Pending()
+        self._count(purpose, whole)
+        before = _divides_first(whole)
+        if before:
+            whole.div_(self.world_size)
+        if self._native_reduce_scatter:
+            work = getattr(dist, _REDUCE_SCATTER)(out, whole, group=self.group, async_op=True)
+            return Pending(work, None if before else lambda: _divide(out, self.world_size))
+        # gloo emulates a reduce-scatter by reducing everything on every rank: an all-to-all and a local sum send
+        # half of that.
+        received = take(whole.numel(), whole.dtype)
+        work = dist.all_to_all_single(received, whole, group=self.group, async_op=True)
+        return Pending(work, lambda: self._sum_chunks(out, received, divide=not before))
+
+    def _sum_chunks(self, out: Tensor, received: Tensor, divide: bool) -> None:
+        chunks = received.view(self.world_size, -1)
+        if self.world_size == 2:
+            torch.add(chunks[0], chunks[1], out=out)
+        else:
+            torch.sum(chunks, 0, out=out)
+        if divide:
+            _divide(out, self.world_size)
+
+    def all_reduce_mean(self, whole: Tensor, purpose: str = "reduce") -> Pending:
+        """Mean over ranks, in place."""
+        if self.group is None:
+            return Pending()
+        before = _divides_first(whole)
+        if before:
+            whole.div_(self.world_size)
+        self._count(purpose, whole, times=2)
+        work = dist.all_reduce(whole, group=self.group, async_op=True)
+        return Pending(work, None if before else lambda: _divide(whole, self.world_size))
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum", purpose: str = "norm") -> Tensor:
+        """Combine over ranks, in place and at once; ``op`` is "sum", "max" or "min". Returns ``tensor``."""
+        if self.group is not None:
+            self._count(purpose, tensor, times=2)
+            dist.all_reduce(tensor, getattr(dist.ReduceOp, op.upper()), group=self.group)
+        return tensor
+
+    def broadcast(self, tensor: Tensor, purpose: str = "setup") -> Tensor:
+        """Rank 0's value, in place and at once. Returns ``tensor``."""
+        if self.group is not None:
+            self._count(purpose, tensor)
+            dist.broadcast(tensor, self._source, group=self.group)
+        return tensor
+
+    def max_flags(self, flags: Tensor) -> Pending:
+        """Elementwise maximum over ranks of a small host tensor, in place, in an order of its own."""
+        if self.group is None:
+            return Pending()
+        self._count("flags", flags, times=2)
+        return Pending(dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._flags_group, async_op=True))
+
+    def broadcast_flags(self, flags: Tensor) -> Tensor:
+        """Rank 0's value of a small host tensor, in place and at once. Returns ``flags``."""
+        if self.group is not None:
+            self._count("flags", flags)
+            dist.broadcast(flags, self._source, group=self._flags_group)
+        return flags
+
+
+def _divides_first(whole: Tensor) -> bool:
+    # A sum of W gradients overflows fp16 long before their mean does; in other dtypes dividing the sum rounds once.
+    return whole.dtype is torch.float16
+
+
+def _divide(tensor: Tensor, divisor: int) -> None:
+    tensor.div_(divisor)

@@ -1,0 +1,452 @@
+"""A plan applied to a model: its parameters become sharded in place, its forwards open windows.
+
+    shard(model, stage=3)       parameters at rest; `model(x)`, `loss.backward()`, `optimizer.step()` as ever
+    gathered(model)             whole parameters, by hand
+    unshard(model)              an ordinary model again
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from lightning_zero.collectives import Collectives
+from lightning_zero.flat_buffer import BufferPool
+from lightning_zero.param_group import GroupObserver, ParamGroup
+from lightning_zero.placements import STAGES, Placements, stage_placements
+from lightning_zero.precision import PrecisionRecipe
+from lightning_zero.reducer import Reducer
+from lightning_zero.sharded_parameter import ShardedParameter
+from lightning_zero.units import UnitSpec, find_units
+from lightning_zero.window import Unit, WindowedForward, Windows
+
+__all__ = ["AlreadyShardedError", "Engine", "engine_of", "gathered", "no_sync", "shard", "unshard"]
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+OWN_GROUP_SHARE = 1 / 4
+"""A root parameter that holds this part of the root, as an embedding or a head does, is a group of its own: its
+gradient leaves as soon as it is there."""
+
+
+class AlreadyShardedError(RuntimeError):
+    """A module, or a part of it, is sharded already."""
+
+
+class Engine(GroupObserver):
+    """Groups, units, windows and reductions of one sharded module.
+
+    Setting up is a collective: rank 0's parameters and buffers are the truth, the other ranks' parameters may be on
+    ``meta``. The module refers to the engine, never the other way round.
+
+    Args:
+        module: becomes sharded in place.
+        placements: what rests where.
+        recipe: dtypes.
+        units: which submodules are units; see `find_units`.
+        collectives: of the ranks that share the state.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        placements: Placements,
+        recipe: PrecisionRecipe,
+        units: UnitSpec | None,
+        collectives: Collectives,
+    ) -> None:
+        self._module = weakref.ref(module)
+        self.collectives = collectives
+        # Alone there is nothing to share: every state rests whole, and no stage differs.
+        self.placements = placements if collectives.world_size > 1 else STAGES[0]
+        self.pool = BufferPool(collectives.device)
+        self._held: dict[int, ParamGroup] = {}
+        self._recipe = recipe
+        self._buffers_differ = False
+        plan = find_units(module, units)
+        _forget_weak_references(module)
+        with torch.no_grad():
+            for buffer in module.buffers():
+                collectives.broadcast(buffer)
+            self.root, self.units = self._build_units(module, plan)
+        self.groups = [group for unit in (self.root, *self.units) for group in unit.groups]
+        self.reducer = Reducer(self.groups, collectives, self._forward_order, self._end_backward)
+        self.windows = Windows(self.root, self.units, self._held, self.reducer.begin)
+        for group in self.groups:
+            group.observer = self
+        self._forwards = [WindowedForward(module, self.step)]
+        for unit, members in zip(self.units, plan, strict=True):
+            for _, member in members:
+                self._forwards.append(WindowedForward(member, _window_of(self.windows, unit)))
+
+    # Set-up
+
+    def _build_units(self, module: nn.Module, plan: Sequence[Sequence[tuple[str, nn.Module]]]) -> tuple[Unit, list[Unit]]:
+        holders = _holders_of_parameters(module)
+        homes = _homes(holders, plan)
+        units = []
+        for number, members in enumerate(plan):
+            units.append(self._build_unit(members[0][0], [p for p in holders if homes[p] == number], holders))
+        root = self._build_unit("", [p for p in holders if homes[p] is None], holders, is_root=True)
+        return root, units
+
+    def _build_unit(
+        self,
+        name: str,
+        parameters: Sequence[nn.Parameter],
+        holders: dict[nn.Parameter, list[_Holder]],
+        is_root: bool = False,
+    ) -> Unit:
+        groups: dict[Any, list[nn.Parameter]] = {}
+        total = sum(parameter.numel() for parameter in parameters)
+        for parameter in parameters:
+            large = is_root and parameter.numel() >= total * OWN_GROUP_SHARE
+            key = (parameter.dtype, parameter.requires_grad, id(parameter) if large else None)
+            groups.setdefault(key, []).append(parameter)
+        built = [self._build_group(members, holders) for members in groups.values()]
+        unit = Unit(name, built, is_root)
+        for group in built:
+            for index, parameter in enumerate(group.parameters):
+                for holder in holders[parameter]:
+                    unit.add_slot(holder.module, holder.attribute, holder.name, group, index)
+        return unit
+
+    def _build_group(
+        self, parameters: Sequence[nn.Parameter], holders: dict[nn.Parameter, list[_Holder]]
+    ) -> ParamGroup:
+        names = [holders[parameter][0].name for parameter in parameters]
+        return ParamGroup(names, parameters, self.placements, self._recipe, self.collectives, self.pool, self._held)
+
+    # Steps
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Context of one step of user code: a call of the module, or a step method of a LightningModule."""
+        self.reducer.recover()
+        module = self._module()
+        with self.windows.step():
+            training = module is not None and module.training and torch.is_grad_enabled()
+            if not (training and self.windows.is_outermost_step):
+                yield
+                return
+            self.share_buffers()
+            yield
+            # Data parallelism sends no buffers after a forward whose gradients wait.
+            self._buffers_differ = not self.reducer.accumulating
+
+    def share_buffers(self) -> None:
+        """Make rank 0's buffers everyone's, as data parallelism does before a forward: a collective, if they differ."""
+        module = self._module()
+        if module is None or not self._buffers_differ or self.collectives.world_size == 1:
+            return
+        self._buffers_differ = False
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for buffer in module.buffers():
+            by_dtype.setdefault(buffer.dtype, []).append(buffer)
+        with torch.no_grad():
+            for buffers in by_dtype.values():
+                flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+                self.collectives.broadcast(flat, purpose="buffers")
+                pieces = flat.split([buffer.numel() for buffer in buffers])
+                for buffer, piece in zip(buffers if self.collectives.rank else (), pieces):
+                    buffer.copy_(piece.view(buffer.shape))
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Context of the backwards before the last one of an optimizer step: gradients wait where they may."""
+        before, self.reducer.accumulating = self.reducer.accumulating, True
+        try:
+            yield
+        finally:
+            self.reducer.accumulating = before
+
+    def _forward_order(self) -> Iterable[ParamGroup]:
+        return (group for unit in self.windows.forward_order for group in unit.groups)
+
+    def _end_backward(self) -> None:
+        self.windows.end_backward()
+
+    # GroupObserver
+
+    def needed(self, group: ParamGroup) -> None:
+        """Whole values of ``group`` are read at rest."""
+        self.windows.needed(group)
+
+    def touched(self, group: ParamGroup) -> None:
+        """A parameter of ``group`` takes part in a differentiable operation at rest."""
+        self.windows.touched(group)
+
+    def saving(self) -> AbstractContextManager[Any]:
+        """Context of an operation on touched leaves."""
+        return self.windows.saving()
+
+    def went_stale(self, group: ParamGroup) -> None:
+        """A fragment of ``group`` changed."""
+        self.windows.went_stale(group)
+
+    def gradient_arrived(self, group: ParamGroup, index: int) -> None:
+        """Backward gave parameter ``index`` of ``group`` a local gradient."""
+        self.reducer.arrived(group, index)
+
+    def gradient_read(self, group: ParamGroup) -> None:
+        """Someone reads a gradient of ``group``, part of which may be unreduced."""
+        self.reducer.flush()
+
+    # Optimizer steps, from torch's hooks
+
+    def before_optimizer_step(self) -> None:
+        """Parameters are at rest while an optimizer steps."""
+        self.reducer.recover()
+        self.root.swap_out()
+
+    def after_optimizer_step(self) -> None:
+        """Begin to gather what the step made stale: the next forward needs it soon."""
+        self.windows.refresh()
+
+    # The way back
+
+    def close(self) -> None:
+        """Take the windows off the module; parameters stay at rest and nothing is in flight."""
+        self.reducer.recover()
+        self.windows.close()
+        self._remove_windows()
+
+    def abandon(self) -> None:
+        """As `close` after an exception, when other ranks may be gone: wait for nothing."""
+        for unit in (self.root, *self.units):
+            unit.swap_out()
+        self._remove_windows()
+
+    def _remove_windows(self) -> None:
+        for forward in self._forwards:
+            forward.remove()
+
+    def release(self, device: torch.device | None = None) -> None:
+        """Make the parameters plain, on ``device`` or where they are: a collective."""
+        self.close()
+        with torch.no_grad():
+            for group in self.groups:
+                whole = group.whole_main_weight("checkpoint")
+                group.release(whole if device is None else whole.to(device))
+
+    @contextmanager
+    def held_whole(self) -> Iterator[None]:
+        """Context in which everything is whole, so that no forward inside is a collective."""
+        with ExitStack() as stack:
+            for unit in (self.root, *self.units):
+                stack.enter_context(self.windows.held_open(unit, writeback=False))
+            yield
+
+
+class _Holder:
+    """One attribute that holds a parameter."""
+
+    def __init__(self, module: nn.Module, attribute: str, name: str) -> None:
+        self.module = module
+        self.attribute = attribute
+        self.name = name
+
+
+def _holders_of_parameters(module: nn.Module) -> dict[nn.Parameter, list[_Holder]]:
+    """Every attribute below ``module`` that holds a parameter, by parameter, in definition order.
+
+    Raises:
+        AlreadyShardedError: a parameter is sharded.
+        ValueError: a parameter is uninitialized.
+    """
+    holders: dict[nn.Parameter, list[_Holder]] = {}
+    for path, owner in module.named_modules():
+        for attribute, parameter in owner._parameters.items():
+            if parameter is None:
+                continue
+            name = f"{path}.{attribute}" if path else attribute
+            if isinstance(parameter, ShardedParameter):
+                raise AlreadyShardedError(
+                    f"`{name}` is sharded already. Call `lightning_zero.unshard(module)` first, and shard a module once."
+                )
+            if isinstance(parameter, UninitializedParameter):
+                raise ValueError(
+                    f"`{name}` is uninitialized: its shape is unknown. Run one forward of the lazy module before it is"
+                    " sharded."
+                )
+            holders.setdefault(parameter, []).append(_Holder(owner, attribute, name))
+    return holders
+
+
+def _homes(
+    holders: dict[nn.Parameter, list[_Holder]], plan: Sequence[Sequence[tuple[str, nn.Module]]]
+) -> dict[nn.Parameter, int | None]:
+    """The unit of each parameter; ``None`` is the root, where parameters of several units go too."""
+    number: dict[nn.Module, int] = {}
+    for i, members in enumerate(plan):
+        for _, member in members:
+            for module in member.modules():
+                number.setdefault(module, i)
+    homes: dict[nn.Parameter, int | None] = {}
+    for parameter, places in holders.items():
+        found = {number.get(holder.module) for holder in places}
+        homes[parameter] = found.pop() if len(found) == 1 else None
+    return homes
+
+
+def _window_of(windows: Windows, unit: Unit) -> Callable[[], Any]:
+    return lambda: windows.forward(unit)
+
+
+def _forget_weak_references(module: nn.Module) -> None:
+    # RNNs keep weak references to their weights, only to notice a replacement; torch cannot exchange a tensor under one.
+    for submodule in module.modules():
+        if isinstance(submodule, nn.RNNBase):
+            submodule._flat_weight_refs = []
+
+
+_engines: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
+
+
+def engine_of(module: nn.Module) -> Engine | None:
+    """The engine of ``module``, if `shard` was called on it."""
+    return _engines.get(module)
+
+
+def _before_any_step(*_: Any) -> None:
+    for engine in list(_engines.values()):
+        engine.before_optimizer_step()
+
+
+def _after_any_step(*_: Any) -> None:
+    for engine in list(_engines.values()):
+        engine.after_optimizer_step()
+
+
+register_optimizer_step_pre_hook(_before_any_step)
+register_optimizer_step_post_hook(_after_any_step)
+
+
+def shard(
+    module: ModuleT,
+    stage: int = 3,
+    units: UnitSpec | None = None,
+    *,
+    precision: PrecisionRecipe | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    device: torch.device | str | None = None,
+) -> ModuleT:
+    """Shard ``module`` in place over the ranks of a process group, and return it.
+
+    Every rank calls this at the same place, before the optimizer is made::
+
+        model = lightning_zero.shard(Model(), stage=3)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for x, y in batches:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+
+    Args:
+        module: the model. Rank 0's values are the truth; on other ranks parameters may be on ``meta``.
+        stage: 0 (plain data parallelism) to 3 (Rajbhandari 2020).
+        units: module classes (types or names) or a predicate; default: Hugging Face's ``_no_split_modules``, else
+            elements of ``ModuleList`` and ``Sequential``.
+        precision: dtypes; default: each parameter's own throughout.
+        process_group: default: the default group, or one process alone.
+        device: where state lives; default: the parameters' device.
+
+    Raises:
+        ValueError: ``stage``, ``units`` or ``device`` is bad, or parameters lie on several devices.
+        AlreadyShardedError: a part of ``module`` is sharded.
+    """
+    placements = stage_placements(stage)
+    where = torch.device(device) if device is not None else _common_device(module)
+    if where.type == "mps":
+        raise ValueError("device='mps' has no collectives that sharding could use. Use `accelerator='cpu'`.")
+    collectives = Collectives.of(process_group, where)
+    _engines[module] = Engine(module, placements, precision or PrecisionRecipe(), units, collectives)
+    return module
+
+
+def _common_device(module: nn.Module) -> torch.device:
+    first: tuple[str, torch.device] | None = None
+    for name, parameter in module.named_parameters():
+        if parameter.is_meta:
+            continue
+        if first is not None and parameter.device != first[1]:
+            raise ValueError(
+                f"`{name}` is on {parameter.device}, but `{first[0]}` is on {first[1]}."
+                " Move the module first, `module.to(device)`, or pass `device=`."
+            )
+        first = first or (name, parameter.device)
+    if first is not None:
+        return first[1]
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def unshard(module: ModuleT, device: torch.device | None = None) -> ModuleT:
+    """Make ``module`` an ordinary module with whole parameters again: a collective on all ranks. Returns it.
+
+    Args:
+        device: where the whole parameters go, one group at a time; default: where the shards are.
+    """
+    _required_engine(module).release(device)
+    del _engines[module]
+    return module
+
+
+@contextmanager
+def no_sync(module: nn.Module) -> Iterator[None]:
+    """Context of the micro-batches before the last one of an optimizer step.
+
+    At stages 0 and 1 their gradients wait, whole, and are reduced once; at stages 2 and 3 there is no place to wait,
+    and each backward reduces into the shard.
+    """
+    with _required_engine(module).accumulate():
+        yield
+
+
+@contextmanager
+def gathered(module: nn.Module, writeback: bool = False) -> Iterator[None]:
+    """Context in which the parameters of ``module`` are whole and plain, on every rank: a collective.
+
+    ``module`` is a sharded module or any part of one. Memory: one whole copy of its units.
+
+    Args:
+        writeback: keep what rank 0 wrote into the parameters.
+
+    Raises:
+        RuntimeError: a parameter was written and ``writeback`` is false; at the end, with nothing kept.
+    """
+    units = _units_of(module)
+    with ExitStack() as stack:
+        for windows, unit in units:
+            stack.enter_context(windows.held_open(unit, writeback))
+        yield
+
+
+def _units_of(module: nn.Module) -> list[tuple[Windows, Unit]]:
+    found: dict[Unit, Windows] = {}
+    for parameter in module.parameters():
+        owner = parameter.owner if isinstance(parameter, ShardedParameter) else None
+        if isinstance(owner, ParamGroup) and isinstance(owner.observer, Engine):
+            windows = owner.observer.windows
+            found[windows.unit_of(owner)] = windows
+    return [(windows, unit) for unit, windows in found.items()]
+
+
+def _required_engine(module: nn.Module) -> Engine:
+    engine = engine_of(module)
+    if engine is None:
+        raise ValueError(
+            f"this `{type(module).__name__}` was not sharded. Call `lightning_zero.shard(module, stage=3)` first, and"
+            " pass the same module."
+        )
+    return engine

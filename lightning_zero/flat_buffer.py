@@ -1,0 +1,87 @@
+"""Buffers that are used again: pooled by size and dtype, free when nobody else refers to their storage.
+
+    take(1024, float32) -> a       two units in flight use two buffers,
+    take(1024, float32) -> b       however many units the model has
+    del a
+    take(1024, float32) -> a       the same memory: nothing is mapped or faulted anew
+
+A buffer has no "give back": whoever still refers to its storage (a view, a saved tensor, a leaf) keeps it out of use.
+An escaped view therefore costs memory and never a wrong value.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+__all__ = ["BufferPool", "storage_id"]
+
+
+def storage_id(tensor: Tensor) -> int:
+    """Identity of the memory that ``tensor`` views, valid while someone refers to it."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _users(tensor: Tensor) -> int:
+    return int(torch._C._storage_Use_Count(storage_id(tensor)))
+
+
+@dataclass
+class _Slot:
+    buffer: Tensor
+    alone: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.alone = _users(self.buffer)
+
+    @property
+    def free(self) -> bool:
+        return _users(self.buffer) <= self.alone
+
+
+class BufferPool:
+    """1-D buffers on one device.
+
+    On CUDA a buffer may be taken again while kernels that use it are still queued: every later use, a collective
+    included, is ordered behind them because it is launched from the same compute stream, or waits for it.
+
+    Args:
+        device: where the buffers live.
+        poison: fill a buffer with NaN before it is used again, so that a read of stale memory shows.
+    """
+
+    def __init__(self, device: torch.device, poison: bool = False) -> None:
+        self.device = device
+        self.poison = poison
+        self._slots: dict[tuple[int, torch.dtype], list[_Slot]] = defaultdict(list)
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A buffer of shape (numel,) with arbitrary content; it is the caller's while referred to."""
+        slots = self._slots[numel, dtype]
+        for slot in slots:
+            if slot.free:
+                if self.poison and dtype.is_floating_point:
+                    slot.buffer.fill_(float("nan"))
+                return slot.buffer.detach()
+        # A tensor made under inference mode could never be saved for a backward again.
+        with torch.inference_mode(False):
+            slots.append(_Slot(torch.empty(numel, dtype=dtype, device=self.device)))
+        return slots[-1].buffer.detach()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, in use or not."""
+        return sum(slot.buffer.nbytes for slots in self._slots.values() for slot in slots)
+
+    @property
+    def nbytes_in_use(self) -> int:
+        """Bytes that someone refers to."""
+        return sum(slot.buffer.nbytes for slots in self._slots.values() for slot in slots if not slot.free)
+
+    def trim(self) -> None:
+        """Forget free buffers, so that their memory returns to the allocator."""
+        for key, slots in list(self._slots.items()):
+            self._slots[key] = [slot for slot in slots if not slot.free]

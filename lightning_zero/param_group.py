@@ -1,0 +1,592 @@
+"""The state of some parameters of one unit: main weights, whole weights and gradients in flat buffers.
+
+    main_weight --cast, all-gather--> model_weight --forward, backward--> gradient
+         ^                                                                   |
+         +---------- optimizer <---------- main_grad <----reduce-scatter-----+
+
+Which of these rest, and whole or sharded, is the group's `Placements`. The group holds the parameters of one dtype that
+are all trained, or all frozen.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from lightning_zero.collectives import Collectives, Pending
+from lightning_zero.flat_buffer import BufferPool, storage_id
+from lightning_zero.layout import FlatLayout
+from lightning_zero.placements import Placements
+from lightning_zero.precision import PrecisionRecipe
+import lightning_zero.sharded_ops  # noqa: F401  (gives sharded tensors their operations)
+from lightning_zero.sharded_parameter import ShardedParameter, ShardedTensor, Slicing
+from lightning_zero.whole_parameter import ConcealedParameter, WholeParameter
+
+__all__ = ["GroupObserver", "ParamGroup"]
+
+
+class GroupObserver:
+    """What a group tells those above it; the default does nothing but keep values current."""
+
+    def needed(self, group: ParamGroup) -> None:
+        """Whole values of ``group`` are read at rest."""
+        group.unshard()
+        group.wait()
+
+    def touched(self, group: ParamGroup) -> None:
+        """A parameter of ``group`` takes part in a differentiable operation at rest."""
+        self.needed(group)
+
+    def saving(self) -> AbstractContextManager[Any]:
+        """Context of an operation on touched leaves."""
+        return nullcontext()
+
+    def went_stale(self, group: ParamGroup) -> None:
+        """A fragment changed, so whole values are out of date."""
+
+    def gradient_arrived(self, group: ParamGroup, index: int) -> None:
+        """Backward gave parameter ``index`` of ``group`` a local gradient."""
+
+    def gradient_read(self, group: ParamGroup) -> None:
+        """Someone reads a gradient of ``group``, part of which may be unreduced."""
+
+
+class ParamGroup:
+    """Main weights, whole weights and gradients of ``parameters``, which become `ShardedParameter` in place.
+
+    Rank 0's values are the truth. Setting up is a collective; the other ranks' parameters may be on ``meta``.
+
+    Args:
+        names: full name of each parameter.
+        parameters: distinct, of one dtype, all trained or all frozen.
+        placements: what rests where.
+        recipe: dtypes.
+        collectives: of the ranks that share the state.
+        pool: whole and gradient buffers.
+        held: filled with this group under the storage of each whole buffer that does not rest.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        parameters: Sequence[nn.Parameter],
+        placements: Placements,
+        recipe: PrecisionRecipe,
+        collectives: Collectives,
+        pool: BufferPool,
+        held: dict[int, ParamGroup],
+    ) -> None:
+        own = parameters[0].dtype
+        self.names = list(names)
+        self.trained = parameters[0].requires_grad
+        self.placements = placements
+        self.observer = GroupObserver()
+        self._collectives = collectives
+        self._pool = pool
+        self._held = held
+        self.model_dtype = recipe.model_dtype(own)
+        # A frozen weight is never stepped, so it needs no main copy beside the one that computes.
+        self.main_dtype = recipe.main_dtype(own) if self.trained else self.model_dtype
+        self.reduce_dtype = recipe.reduce_dtype(own)
+        num_shards = collectives.world_size if placements.shards_optimizer else 1
+        self.layout = FlatLayout(tuple(p.numel() for p in parameters), num_shards)
+        self._shard = collectives.rank if placements.shards_optimizer else 0
+        self.slicings = [self._slicing(i, parameter) for i, parameter in enumerate(parameters)]
+
+        self._whole: Tensor | None = None
+        self._gathering: Pending | None = None
+        self._fresh = False
+        self.main_weight = self._first_weights(parameters)
+        # The exchange below leaves earlier hooks with the plain tensors, which are about to go.
+        before = [list((parameter._backward_hooks or {}).values()) for parameter in parameters]
+        after = [list((parameter._post_accumulate_grad_hooks or {}).values()) for parameter in parameters]
+        self.parameters = [self._rest(i, parameter) for i, parameter in enumerate(parameters)]
+        self.leaves = [WholeParameter.of(p, i, self.model_dtype, not self._main_is_whole) for i, p in enumerate(self.parameters)]
+        self._hooked = [False] * len(self.leaves)
+        self._pointed = False
+        self._in_window = False
+        self._exposed_versions: list[int] = []
+        self._placeholder = torch.full((), float("nan"), dtype=torch.float64, device=pool.device).to(self.model_dtype)
+        self.writes = [0] * len(self.leaves)
+
+        self._gradient: Tensor | None = None
+        self.arrived: set[int] = set()
+        """Parameters whose local gradient waits in the gradient buffer."""
+        self.sent: set[int] = set()
+        """Parameters whose local gradient is part of a reduction of this backward."""
+        self._reducing: tuple[Pending, Tensor, Tensor] | None = None
+        self.main_grad: Tensor | None = None
+        """Mean gradient of this rank's shard, shape (shard_numel,), while any parameter has one."""
+        self._grads: list[ShardedTensor | None] = [None] * len(self.leaves)
+        self._foreign: set[int] = set()
+        self._dropped: set[int] = set()
+        self._post_hooks = [OrderedDict(enumerate(hooks)) for hooks in after]
+        for i, hooks in enumerate(before):
+            for hook in hooks:
+                self.hook_grad(i, hook)
+        if placements.keeps_whole_parameters:
+            self._begin_resting_whole()
+
+    # Set-up
+
+    def _slicing(self, index: int, parameter: nn.Parameter) -> Slicing:
+        shards = range(self._collectives.world_size)
+        fragments = [self.layout.fragment(index, r if self.layout.num_shards > 1 else 0) for r in shards]
+        return Slicing(
+            self.names[index], parameter.shape, _dense_stride(parameter), tuple(fragments), self._collectives
+        )
+
+    def _first_weights(self, parameters: Sequence[nn.Parameter]) -> Tensor:
+        """Rank 0's values, of which this rank keeps its shard, shape (shard_numel,)."""
+        if self._main_is_whole:
+            whole = torch.empty(self.layout.total, dtype=self.main_dtype, device=self._pool.device)
+        else:
+            whole = self._pool.take(self.layout.total, self.main_dtype)
+        whole.zero_()
+        if self._collectives.rank == 0:
+            for i, parameter in enumerate(parameters):
+                self.view(whole, i).copy_(parameter.detach())
+        self._collectives.broadcast(whole)
+        if self._main_is_whole:
+            self._whole = whole
+            return self._own_shard(whole)
+        return self._own_shard(whole).clone()
+
+    def _rest(self, index: int, parameter: nn.Parameter) -> ShardedParameter:
+        """``parameter``, the same object, as a `ShardedParameter`."""
+        fragment = self._fragment(self.main_weight, index)
+        sharded = ShardedParameter(
+            fragment, self.slicings[index], parameter.requires_grad, weakref.ref(self), index
+        )
+        sharded.__dict__.update({key: value for key, value in parameter.__dict__.items() if key not in sharded.__dict__})
+        _exchange(self.names[index], parameter, sharded)
+        return parameter  # type: ignore[return-value]
+
+    def _begin_resting_whole(self) -> None:
+        if self._whole is None:
+            self._whole = torch.empty(self.layout.total, dtype=self.model_dtype, device=self._pool.device)
+            self.unshard()
+        else:
+            self._fresh = True
+        self.wait()
+
+    # Geometry
+
+    def view(self, whole: Tensor, index: int) -> Tensor:
+        """Parameter ``index`` inside a whole buffer, in its global geometry."""
+        slicing = self.slicings[index]
+        return whole.as_strided(slicing.shape, slicing.stride, whole.storage_offset() + self.layout.offsets[index])
+
+    def _fragment(self, shard: Tensor, index: int) -> Tensor:
+        """Parameter ``index`` inside a shard, shape (n,)."""
+        piece = self.layout.fragment(index, self._shard)
+        return shard[piece.offset : piece.offset + piece.numel]
+
+    def _own_shard(self, whole: Tensor) -> Tensor:
+        size = self.layout.shard_numel
+        return whole[self._shard * size : (self._shard + 1) * size]
+
+    @property
+    def _main_is_whole(self) -> bool:
+        """Whether the main weights are a slice of whole weights that rest."""
+        return self.placements.keeps_whole_parameters and self.main_dtype == self.model_dtype
+
+    # Whole weights
+
+    @property
+    def whole(self) -> Tensor | None:
+        """The whole buffer, shape (layout.total,), where one is held."""
+        return self._whole
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether whole values are held and current."""
+        return self._fresh
+
+    @property
+    def is_gathering(self) -> bool:
+        """Whether a gather is under way that nobody waited for."""
+        return self._gathering is not None
+
+    def unshard(self) -> None:
+        """Begin to make whole values current; `wait` ends it."""
+        if self._fresh or self._gathering is not None:
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            if self._whole is None:
+                self._whole = self._pool.take(self.layout.total, self.model_dtype)
+                self._held[storage_id(self._whole)] = self
+            source = self.main_weight
+            if self.main_dtype != self.model_dtype:
+                source = self._own_shard(self._whole)
+                source.copy_(self.main_weight)
+            if self.layout.num_shards > 1:
+                self._gathering = self._collectives.all_gather(self._whole, source)
+            elif source.data_ptr() != self._whole.data_ptr():
+                self._whole.copy_(source)
+            if self._gathering is None:
+                self._gathering = Pending()
+
+    def wait(self) -> None:
+        """Make whole values current and the leaves views of them."""
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = None
+            self._fresh = True
+        if self._fresh and not self._exposed_versions:
+            self._expose()
+            self._show_leaves()
+
+    @property
+    def in_window(self) -> bool:
+        """Whether modules compute with the leaves; outside a window they open it themselves when used."""
+        return self._in_window
+
+    @in_window.setter
+    def in_window(self, value: bool) -> None:
+        self._in_window = value
+        if not self.placements.keeps_whole_parameters:
+            self._show_leaves()
+
+    def _show_leaves(self) -> None:
+        whole = self._fresh and (self._in_window or self.placements.keeps_whole_parameters)
+        kind = WholeParameter if whole else ConcealedParameter
+        for leaf in self.leaves:
+            leaf.__class__ = kind
+
+    def reshard(self) -> None:
+        """Let go of whole values, if they do not rest; what was written into them is kept."""
+        self._drop_gather()
+        self.keep_writes()
+        if self.placements.keeps_whole_parameters or self._whole is None:
+            return
+        self._conceal()
+        del self._held[storage_id(self._whole)]
+        self._whole = None
+
+    def _drop_gather(self) -> None:
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = None
+            self._fresh = True
+
+    def _expose(self) -> None:
+        assert self._whole is not None
+        moves = not self.placements.keeps_whole_parameters or not self._pointed
+        with torch.inference_mode(False):
+            for i, leaf in enumerate(self.leaves if moves else ()):
+                leaf.point_to(self.view(self._whole, i))
+        self._pointed = True
+        self._exposed_versions = [leaf._version for leaf in self.leaves]
+
+    def _conceal(self) -> None:
+        if not self.placements.keeps_whole_parameters:
+            for leaf, slicing in zip(self.leaves, self.slicings, strict=True):
+                leaf.point_to(self._placeholder.expand(slicing.shape))
+        self._exposed_versions = []
+        self._fresh = False
+        self._show_leaves()
+
+    def _written_leaves(self) -> list[int]:
+        """Parameters whose whole values user code may have written since they were exposed."""
+        return [
+            i
+            for i, (leaf, version) in enumerate(zip(self.leaves, self._exposed_versions))
+            if leaf._version != version
+        ]
+
+    def keep_writes(self) -> None:
+        """Fold what user code wrote, alike on every rank, into whole weights into the main weights."""
+        if self._main_is_whole or not self._fresh:
+            return
+        for i in self._written_leaves():
+            self._fold(i)
+
+    def _fold(self, index: int) -> None:
+        assert self._whole is not None
+        leaf = self.leaves[index]
+        self._exposed_versions[index] = leaf._version
+        main = self._fragment(self.main_weight, index)
+        whole = self._fragment(self._own_shard(self._whole), index)
+        if not torch.equal(main.to(whole.dtype), whole):
+            self.writes[index] += 1
+            # An element that was not written keeps its main precision.
+            main.copy_(torch.where(main.to(whole.dtype) == whole, main, whole.to(main.dtype)))
+
+    def settle_writes(self, writeback: bool) -> None:
+        """Keep rank 0's writes into whole weights, or see that there are none.
+
+        Raises:
+            RuntimeError: a parameter was written and ``writeback`` is false.
+        """
+        with torch.no_grad():
+            assert self._whole is not None
+            if writeback:
+                self._collectives.broadcast(self._whole, "writeback")
+                for i in range(len(self.leaves)) if not self._main_is_whole else ():
+                    self._fold(i)
+            elif written := self._written_leaves():
+                self._exposed_versions = [leaf._version for leaf in self.leaves]
+                raise RuntimeError(
+                    f"`{self.names[written[0]]}` was written inside `gathered(module)`, so its value may differ between"
+                    " ranks. To keep what rank 0 wrote, use `with lightning_zero.gathered(module, writeback=True):`."
+                )
+
+    # Owner: what a resting parameter asks
+
+    def read_local(self, index: int) -> Tensor | None:
+        """The whole value in the main dtype, if it rests here."""
+        if not self._main_is_whole:
+            return None
+        self.unshard()
+        self.wait()
+        assert self._whole is not None
+        return self.view(self._whole, index).detach()
+
+    def read(self, index: int) -> Tensor:
+        """The whole value in the main dtype, detached."""
+        if self.main_dtype == self.model_dtype:
+            self.observer.needed(self)
+            assert self._whole is not None
+            return self.view(self._whole, index).detach()
+        return self.view(self.whole_main_weight(), index)
+
+    def whole_main_weight(self, purpose: str = "fragment") -> Tensor:
+        """All main weights, shape (layout.total,), in a pooled buffer: a collective where they are sharded."""
+        if self.layout.num_shards == 1:
+            return self.main_weight
+        with torch.inference_mode(False), torch.no_grad():
+            whole = self._pool.take(self.layout.total, self.main_dtype)
+            self._collectives.all_gather(whole, self.main_weight, purpose).wait()
+        return whole
+
+    def touch(self, index: int) -> Tensor:
+        """The leaf of parameter ``index``, whole."""
+        self.observer.touched(self)
+        self.leaves[index].follow_requires_grad()
+        self.hook_leaf(index)
+        return self.leaves[index]
+
+    def saving(self) -> AbstractContextManager[Any]:
+        """Context of an operation on touched leaves."""
+        return self.observer.saving()
+
+    def before_write(self) -> None:
+        """A gather under way still reads the main weights; earlier writes into whole weights come first."""
+        self._drop_gather()
+        self.keep_writes()
+
+    def after_write(self, index: int) -> None:
+        """Whole values are stale."""
+        self.writes[index] += 1
+        leaf = self.leaves[index]
+        # A graph that saved the old value must fail in backward, as autograd does for in-place changes.
+        torch.autograd.graph.increment_version(leaf)
+        if self.layout.num_shards == 1 and self._main_is_whole:
+            return
+        self._fresh = False
+        if self._exposed_versions:
+            self._conceal()
+        self.observer.went_stale(self)
+
+    def store_whole(self, whole: Tensor) -> None:
+        """Take new main weights from ``whole``, shape (layout.total,) in the main dtype."""
+        self.before_write()
+        self.main_weight.copy_(self._own_shard(whole))
+        for i in range(len(self.leaves)):
+            self.after_write(i)
+
+    # Gradients
+
+    def hook_leaf(self, index: int) -> None:
+        """Have backward bring the leaf's gradient here; torch forbids the hook while the leaf is frozen."""
+        leaf = self.leaves[index]
+        if self._hooked[index] or not leaf.requires_grad:
+            return
+        self._hooked[index] = True
+        me = weakref.ref(self)
+
+        def arrive(leaf: Tensor) -> None:
+            group = me()
+            if group is not None:
+                group._arrive(index, leaf)
+
+        torch.Tensor.register_post_accumulate_grad_hook(leaf, arrive)
+
+    def _arrive(self, index: int, leaf: Tensor) -> None:
+        grad = _raw_grad.__get__(leaf)  # type: ignore[attr-defined]
+        _raw_grad.__set__(leaf, None)  # type: ignore[attr-defined]
+        with torch.no_grad():
+            if self._gradient is None:
+                self._gradient = self._pool.take(self.layout.total, self.reduce_dtype)
+            view = self.view(self._gradient, index)
+            grad = grad.to_dense() if grad.layout != torch.strided else grad
+            if index in self.arrived:
+                view.add_(grad)
+            else:
+                view.copy_(grad)
+                self.arrived.add(index)
+        self.observer.gradient_arrived(self, index)
+
+    @property
+    def expected(self) -> list[int]:
+        """Parameters that are trained now."""
+        return [i for i, parameter in enumerate(self.parameters) if parameter.requires_grad]
+
+    def reduce(self) -> None:
+        """Begin to average the gradients that arrived, with zeros for those that did not; `settle` ends it."""
+        self.settle()
+        with torch.no_grad():
+            whole = self._gradient
+            if whole is None:
+                whole = self._pool.take(self.layout.total, self.reduce_dtype)
+            for i in range(len(self.leaves)):
+                if i not in self.arrived:
+                    self.view(whole, i).zero_()
+            self._reducing = (*self._average(whole), whole)
+        self.sent |= self.arrived
+        self.arrived = set()
+        self._gradient = None
+
+    def _average(self, whole: Tensor) -> tuple[Pending, Tensor]:
+        if self.layout.num_shards == 1:
+            return self._collectives.all_reduce_mean(whole), whole
+        if self.placements.keeps_whole_gradients:
+            out = self._own_shard(whole)
+        else:
+            out = self._pool.take(self.layout.shard_numel, self.reduce_dtype)
+        return self._collectives.reduce_scatter(out, whole, self._pool.take), out
+
+    def settle(self) -> None:
+        """End a reduction: its result is added to ``main_grad``, the whole gradient buffer is free."""
+        if self._reducing is None:
+            return
+        pending, out, _ = self._reducing
+        with torch.no_grad():
+            pending.wait()
+            self._reducing = None
+            if out.dtype != self.main_dtype:
+                out = self._pool.take(self.layout.shard_numel, self.main_dtype).copy_(out)
+            for i in self._foreign:
+                grad = self._grads[i]
+                assert grad is not None
+                grad.fragment.add_(self._fragment(out, i))
+            if self.main_grad is None:
+                self.main_grad = out
+            else:
+                self._clear_dropped()
+                self.main_grad.add_(out)
+
+    def _clear_dropped(self) -> None:
+        """Gradients that were set to ``None`` start from zero, in a copy: someone may have kept the old values."""
+        if not self._dropped:
+            return
+        assert self.main_grad is not None
+        self.main_grad = self._pool.take(self.layout.shard_numel, self.main_dtype).copy_(self.main_grad)
+        for i in self._dropped:
+            self._fragment(self.main_grad, i).zero_()
+        self._dropped.clear()
+        for i, grad in enumerate(self._grads):
+            if grad is not None and i not in self._foreign:
+                self._grads[i] = self._new_grad(i)
+
+    def _new_grad(self, index: int) -> ShardedTensor:
+        assert self.main_grad is not None
+        return ShardedTensor(self._fragment(self.main_grad, index), self.slicings[index])
+
+    def publish(self, used: Sequence[int]) -> None:
+        """Give the parameters ``used`` on any rank their gradients; the others keep what they had."""
+        self.settle()
+        self.sent = set()
+        with torch.inference_mode(False):
+            for i in used:
+                if self._grads[i] is None:
+                    self._dropped.discard(i)
+                    self._grads[i] = self._new_grad(i)
+        for i in used:
+            for hook in self._post_hooks[i].values():
+                hook(self.parameters[i])
+
+    def discard_unreduced(self) -> None:
+        """Forget local gradients of a backward that failed."""
+        self.settle()
+        self.arrived, self.sent, self._gradient = set(), set(), None
+
+    def get_grad(self, index: int) -> Tensor | None:
+        """The mean gradient of parameter ``index``, or ``None``."""
+        if self.arrived:
+            self.observer.gradient_read(self)
+        return self._grads[index]
+
+    def set_grad(self, index: int, grad: Tensor | None) -> None:
+        """Replace the mean gradient; ``None`` also drops local gradients that wait for a reduction."""
+        assert grad is None or isinstance(grad, ShardedTensor)
+        self.arrived.discard(index)
+        if grad is self._grads[index] and grad is not None:
+            return
+        self._grads[index] = grad
+        self._foreign.discard(index)
+        if grad is not None:
+            self._foreign.add(index)
+        if self.main_grad is None:
+            return
+        self._dropped.add(index)
+        if all(g is None or i in self._foreign for i, g in enumerate(self._grads)):
+            self.main_grad = None
+            self._dropped.clear()
+
+    def hook_grad(self, index: int, hook: Callable[[Tensor], Tensor | None]) -> Any:
+        """Call ``hook`` with each local gradient, as ``Tensor.register_hook`` does."""
+        self.leaves[index].follow_requires_grad()
+        return torch.Tensor.register_hook(self.leaves[index], hook)
+
+    def hook_accumulated(self, index: int, hook: Callable[[Tensor], None]) -> Any:
+        """Call ``hook`` with the resting parameter after its mean gradient has changed."""
+        handle = RemovableHandle(self._post_hooks[index])
+        self._post_hooks[index][handle.id] = hook
+        return handle
+
+    # The way back
+
+    def release(self, whole: Tensor) -> None:
+        """Make the parameters plain, with the values of ``whole``, shape (layout.total,), main dtype."""
+        for i, parameter in enumerate(self.parameters):
+            plain = nn.Parameter(self.view(whole, i).detach().clone(), requires_grad=parameter.requires_grad)
+            plain.__dict__.update({key: v for key, v in parameter.__dict__.items() if key not in _OWN_ATTRIBUTES})
+            _exchange(self.names[i], parameter, plain)
+        self._grads = [None] * len(self.leaves)
+        self.main_grad = None
+
+
+_raw_grad = torch.Tensor.grad
+
+_OWN_ATTRIBUTES = {"_fragment", "_slicing", "_owner", "_index"}
+
+
+def _dense_stride(parameter: Tensor) -> tuple[int, ...]:
+    """The parameter's stride where it fills its memory without gaps or overlap, else the contiguous one."""
+    order = sorted(range(parameter.ndim), key=lambda d: (parameter.stride(d), parameter.shape[d]))
+    expected = 1
+    for d in order:
+        if parameter.shape[d] != 1 and parameter.stride(d) != expected:
+            return torch.empty(parameter.shape, device="meta").stride()
+        expected *= parameter.shape[d]
+    return parameter.stride()
+
+
+def _exchange(name: str, parameter: Tensor, other: Tensor) -> None:
+    """Let ``parameter``, whoever refers to it, become ``other``."""
+    try:
+        torch.utils.swap_tensors(parameter, other)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"`{name}` cannot be sharded in place: {error}. Drop graphs, weak references and views of it before"
+            " the module is sharded."
+        ) from error

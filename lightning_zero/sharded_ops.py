@@ -1,0 +1,455 @@
+"""What torch operations do to sharded tensors, once autograd is out of the way.
+
+    elementwise        on the fragments, if every operand is cut alike
+    reduction          on the fragment, then one all-reduce
+    view               a `ShardedView`: parent and chain
+    anything else      on whole values; what it mutates is folded back
+
+Reached under ``no_grad`` (optimizers, clipping, initializers, checkpoints). Nothing is ever lost: an in-place
+operation that fits none of these raises.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
+from torch.utils._foreach_utils import _foreach_supported_types as _utility_types
+from torch.utils._pytree import tree_map
+
+from lightning_zero.sharded_parameter import ShardedParameter, ShardedTensor, ShardedView, install, writing
+
+__all__ = ["UnplaceableWriteError", "dispatch"]
+
+aten = torch.ops.aten
+
+Plan = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
+Sharded = ShardedTensor | ShardedView
+
+
+class UnplaceableWriteError(RuntimeError):
+    """An in-place operation changes a tensor in a way that fragments cannot follow."""
+
+
+class _NotAlike(Exception):
+    """Operands are cut differently, so the operation needs whole values."""
+
+
+# Elementwise in effect, though torch does not tag them so.
+_ELEMENTWISE = {
+    aten.zeros_like.default, aten.ones_like.default, aten.empty_like.default, aten.full_like.default,
+    aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default, aten._to_copy.default,
+    aten.lerp_.Scalar, aten.lerp_.Tensor,
+}  # fmt: skip
+
+_ALIASES = {aten.detach.default, aten.alias.default, aten.detach_.default}
+
+# Their result depends on geometry, dtype and device alone.
+_VALUE_FREE = {
+    aten.new_zeros.default, aten.new_ones.default, aten.new_empty.default, aten.new_full.default,
+    aten.new_empty_strided.default, aten.rand_like.default, aten.randn_like.default,
+}  # fmt: skip
+
+_REFUSED = {"set_", "resize_", "resize_as_", "_resize_output_", "swap_", "unsqueeze_", "squeeze_", "t_", "transpose_"}
+
+
+def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run aten operation ``func`` on arguments of which at least one is sharded.
+
+    Raises:
+        UnplaceableWriteError: ``func`` resizes or re-strides a sharded tensor.
+    """
+    return _plan(func)(func, args, kwargs)
+
+
+@cache
+def _plan(func: Any) -> Plan:
+    name = func._schema.name.split("::")[1]
+    if name in _REFUSED:
+        return _refuse
+    if func in _ALIASES:
+        return _alias
+    if func in _VALUE_FREE:
+        return _value_free
+    if func in _REDUCTIONS:
+        return _REDUCTIONS[func]
+    if name in _LIST_REDUCTIONS:
+        return _LIST_REDUCTIONS[name]
+    if name.startswith(("_foreach_", "_fused_")):
+        return _on_lists
+    random = torch.Tag.nondeterministic_seeded in func.tags
+    if func in _ELEMENTWISE or (torch.Tag.pointwise in func.tags and not random):
+        return _elementwise
+    if any(ret.alias_info is not None and not ret.alias_info.is_write for ret in func._schema.returns):
+        return _view
+    return _on_whole
+
+
+def _refuse(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    name = _name_of(args[0])
+    raise UnplaceableWriteError(
+        f"`{name}` is sharded and `{func}` would change its geometry, which other ranks cannot follow."
+        " Change the module before it is sharded."
+    )
+
+
+def _name_of(tensor: Any) -> str:
+    return (tensor.base if isinstance(tensor, ShardedView) else tensor).slicing.name
+
+
+def _alias(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    tensor = args[0]
+    if func is aten.detach_.default:
+        return tensor
+    return tensor.alias() if isinstance(tensor, ShardedTensor) else _view(func, args, kwargs)
+
+
+def _value_free(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    like = args[0]
+    plain = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+    return func(plain, *args[1:], **kwargs)
+
+
+# Elementwise
+
+
+def _elementwise(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    written = _written(func, args, kwargs)
+    lead = written[0] if written else next(value for value in _tensors(args, kwargs) if isinstance(value, Sharded))
+    if any(isinstance(value, ShardedView) for value in _tensors(args, kwargs)) or _writes_plain(func, args, kwargs):
+        return _on_whole(func, args, kwargs)
+    try:
+        local_args = [_local(value, lead) for value in args]
+        local_kwargs = {key: _local(value, lead) for key, value in kwargs.items()}
+    except _NotAlike:
+        return _on_whole(func, args, kwargs)
+    if written:
+        with writing(written):
+            func(*local_args, **local_kwargs)
+        return lead
+    return _wrapped(func(*local_args, **local_kwargs), lead)
+
+
+def _local(value: Any, lead: ShardedTensor) -> Any:
+    """``value`` as it takes part in an operation on ``lead``'s fragment.
+
+    Raises:
+        _NotAlike: ``value`` is broadcast against ``lead``.
+    """
+    if not isinstance(value, Tensor):
+        return value
+    if value.shape != lead.shape:
+        if value.ndim == 0 and not isinstance(value, ShardedTensor):
+            return value
+        raise _NotAlike
+    if isinstance(value, ShardedTensor):
+        return value.fragment if _alike(value, lead) else lead.slicing.cut(value.whole())
+    # A 0-dim plain operand of a 0-dim tensor broadcasts against the fragment, which may be empty here.
+    return value if value.ndim == 0 else lead.slicing.cut(value)
+
+
+def _alike(a: ShardedTensor, b: ShardedTensor) -> bool:
+    return a.slicing is b.slicing or (
+        a.slicing.fragments == b.slicing.fragments and a.slicing.stride == b.slicing.stride
+    )
+
+
+def _wrapped(out: Any, lead: ShardedTensor) -> Any:
+    if isinstance(out, Tensor):
+        return ShardedTensor(out, lead.slicing)
+    return type(out)(_wrapped(item, lead) for item in out) if isinstance(out, list | tuple) else out
+
+
+# Lists: the foreach and fused optimizers
+
+
+def _on_lists(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    lists = [value for value in (*args, *kwargs.values()) if _is_tensor_list(value)]
+    leads = [next((item for item in row if isinstance(item, ShardedTensor)), None) for row in zip(*lists, strict=True)]
+    if None in leads or _writes_plain(func, args, kwargs):
+        return _one_by_one(func, args, kwargs, lists)
+    written = _written(func, args, kwargs)
+    # Kernels need no launch for tensors that lie on other ranks.
+    keep = [i for i, lead in enumerate(leads) if lead.fragment.numel()] if written else list(range(len(leads)))
+    if written and not keep:
+        return None
+    try:
+        local_args = [_local_list(value, leads, keep) for value in args]
+        local_kwargs = {key: _local_list(value, leads, keep) for key, value in kwargs.items()}
+    except _NotAlike:
+        return _one_by_one(func, args, kwargs, lists)
+    if written:
+        with writing(written):
+            func(*local_args, **local_kwargs)
+        return None
+    out = func(*local_args, **local_kwargs)
+    return [_wrapped(item, lead) for item, lead in zip(out, leads, strict=True)]
+
+
+def _is_tensor_list(value: Any) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and isinstance(value[0], Tensor)
+
+
+def _local_list(value: Any, leads: Sequence[Any], keep: Sequence[int]) -> Any:
+    if _is_tensor_list(value):
+        return [_local(value[i], leads[i]) for i in keep]
+    if isinstance(value, list | tuple) and len(value) == len(leads):  # one scalar for each tensor
+        return [value[i] for i in keep]
+    return value
+
+
+def _one_by_one(func: Any, args: Sequence[Any], kwargs: dict[str, Any], lists: Sequence[Any]) -> Any:
+    """The operation on each row of the lists by itself, where sharded and plain tensors mix."""
+    results = []
+    for i in range(len(lists[0])):
+        def row(value: Any, i: int = i) -> Any:
+            return [value[i]] if isinstance(value, list | tuple) and len(value) == len(lists[0]) else value
+
+        row_args, row_kwargs = [row(value) for value in args], {key: row(value) for key, value in kwargs.items()}
+        if any(isinstance(item, Sharded) for item in _tensors(row_args, row_kwargs)):
+            out = _on_whole(func, row_args, row_kwargs)
+        else:
+            out = func(*row_args, **row_kwargs)
+        results.extend(out or ())
+    return results or None
+
+
+# Reductions
+
+
+def _sum(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    return _reduced(func, args, kwargs, "sum")
+
+
+def _mean(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    if not isinstance(args[0], ShardedTensor):
+        return _on_whole(func, args, kwargs)
+    total = _sum(aten.sum.default, args, kwargs)
+    return total / args[0].slicing.numel
+
+
+def _max(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    return _reduced(func, args, kwargs, "max")
+
+
+def _min(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    return _reduced(func, args, kwargs, "min")
+
+
+def _reduced(func: Any, args: Sequence[Any], kwargs: dict[str, Any], op: str) -> Any:
+    tensor = args[0]
+    if not isinstance(tensor, ShardedTensor) or len(args) > 1 or tensor.local_whole() is not None:
+        return _on_whole(func, args, kwargs)
+    local = tensor.fragment
+    if local.numel() or op == "sum":
+        out = func(local, **kwargs)
+    else:
+        out = _identity(local.dtype, op, local.device)
+    return tensor.slicing.collectives.all_reduce(out, op)
+
+
+def _identity(dtype: torch.dtype, op: str, device: torch.device) -> Tensor:
+    """What an empty fragment contributes to a maximum or minimum."""
+    info = torch.finfo(dtype) if dtype.is_floating_point else None
+    low, high = (-math.inf, math.inf) if info else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    return torch.tensor(low if op == "max" else high, dtype=dtype, device=device)
+
+
+def _any(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    return _boolean(func, args, kwargs, "max")
+
+
+def _all(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    return _boolean(func, args, kwargs, "min")
+
+
+def _boolean(func: Any, args: Sequence[Any], kwargs: dict[str, Any], op: str) -> Any:
+    tensor = args[0]
+    if not isinstance(tensor, ShardedTensor) or len(args) > 1 or tensor.local_whole() is not None:
+        return _on_whole(func, args, kwargs)
+    out = func(tensor.fragment).to(torch.uint8)
+    return tensor.slicing.collectives.all_reduce(out, op).to(torch.bool)
+
+
+def _vector_norm(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    tensor = args[0]
+    order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
+    shaped = len(args) > 2 and (args[2] is not None or (len(args) > 3 and args[3])) or kwargs.get("keepdim", False)
+    if not isinstance(tensor, ShardedTensor) or shaped or kwargs.get("dim") or tensor.local_whole() is not None:
+        return _on_whole(func, args, kwargs)
+    return _norms([tensor], order, kwargs.get("dtype"))[0]
+
+
+def _foreach_norm(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
+    tensors = [item if isinstance(item, ShardedTensor) else None for item in args[0]]
+    norms = iter(_norms([tensor for tensor in tensors if tensor is not None], order, kwargs.get("dtype")))
+    return [
+        torch.linalg.vector_norm(_whole_of(plain), order, dtype=kwargs.get("dtype")) if tensor is None else next(norms)
+        for plain, tensor in zip(args[0], tensors, strict=True)
+    ]
+
+
+def _norms(tensors: Sequence[ShardedTensor], order: float, dtype: torch.dtype | None) -> list[Tensor]:
+    """The ``order``-norm of each whole tensor, shape (): one all-reduce for all that are sharded."""
+    fragments = [tensor.fragment for tensor in tensors]
+    if math.isinf(order):
+        fragments = [f if f.numel() else f.new_full((1,), 0 if order > 0 else math.inf) for f in fragments]
+    norms = list(torch._foreach_norm(fragments, order, dtype=dtype)) if fragments else []
+    sharded = [i for i, tensor in enumerate(tensors) if not tensor.slicing.replicated]
+    if sharded:
+        collectives = tensors[sharded[0]].slicing.collectives
+        for same in _by_dtype_and_device(norms, sharded):
+            stacked = torch.stack([norms[i] for i in same])
+            for i, norm in zip(same, _combined(stacked, order, collectives.all_reduce).unbind(), strict=True):
+                norms[i] = norm
+    return norms
+
+
+def _by_dtype_and_device(tensors: Sequence[Tensor], indices: Sequence[int]) -> list[list[int]]:
+    groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for i in indices:
+        groups.setdefault((tensors[i].dtype, tensors[i].device), []).append(i)
+    return list(groups.values())
+
+
+def _combined(norms: Tensor, order: float, all_reduce: Callable[..., Tensor]) -> Tensor:
+    """Norms of whole tensors from the norms of this rank's fragments."""
+    if math.isinf(order):
+        return all_reduce(norms, "max" if order > 0 else "min")
+    if order == 0:
+        return all_reduce(norms, "sum")
+    return all_reduce(norms.pow(order), "sum").pow(1.0 / order)
+
+
+def _foreach_max(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    return [torch.max(item) for item in args[0]]
+
+
+def _unscale(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Gradient unscaling: an infinity on one rank is an infinity on all, so that all skip the step together."""
+    grads, found_inf, inv_scale = args
+    sharded = [grad for grad in grads if isinstance(grad, ShardedTensor)]
+    local = [grad.fragment if isinstance(grad, ShardedTensor) else grad for grad in grads]
+    func([grad for grad in local if grad.numel()], found_inf, inv_scale)
+    sharded[0].slicing.collectives.all_reduce(found_inf, "max", purpose="flags")
+
+
+_REDUCTIONS: dict[Any, Plan] = {
+    aten.sum.default: _sum,
+    aten.mean.default: _mean,
+    aten.max.default: _max,
+    aten.min.default: _min,
+    aten.any.default: _any,
+    aten.all.default: _all,
+    aten.linalg_vector_norm.default: _vector_norm,
+}
+
+_LIST_REDUCTIONS: dict[str, Plan] = {
+    "_foreach_norm": _foreach_norm,
+    "_foreach_max": _foreach_max,
+    "_amp_foreach_non_finite_check_and_unscale_": _unscale,
+}
+
+
+# Views
+
+
+def _view(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    viewed = args[0]
+    if not isinstance(viewed, Sharded) or any(isinstance(value, Sharded) for value in _tensors(args[1:], kwargs)):
+        return _on_whole(func, args, kwargs)
+    base = viewed.base if isinstance(viewed, ShardedView) else viewed
+    rest = tuple(args[1:])
+
+    def replay(whole: Tensor, pick: int | None = None) -> Tensor:
+        start = viewed.view_of(whole) if isinstance(viewed, ShardedView) else whole
+        out = func(start, *rest, **kwargs)
+        return out if pick is None else out[pick]  # type: ignore[no-any-return]
+
+    slicing = base.slicing
+    like = torch.empty_strided(slicing.shape, slicing.stride, dtype=base.dtype, device="meta")
+    several = func(viewed.view_of(like) if isinstance(viewed, ShardedView) else like, *rest, **kwargs)
+    if isinstance(several, Tensor):
+        return ShardedView(base, replay)
+    return [ShardedView(base, lambda whole, pick=i: replay(whole, pick)) for i in range(len(several))]
+
+
+# Whole values
+
+
+def _on_whole(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run on whole values; fold back what was mutated."""
+    written = _written(func, args, kwargs)
+    bases = {id(base): base for base in (_base_of(tensor) for tensor in written)}
+    # A resting whole buffer must not be written past its owner, so what is mutated is copied first.
+    copies = {key: base.whole().clone() for key, base in bases.items()}
+
+    def materialize(value: Any) -> Any:
+        if not isinstance(value, Sharded):
+            return value
+        base = _base_of(value)
+        whole = copies[id(base)] if id(base) in copies else base.whole()
+        return value.view_of(whole) if isinstance(value, ShardedView) else whole
+
+    out = func(*tree_map(materialize, list(args)), **tree_map(materialize, kwargs))
+    for key, base in bases.items():
+        base.store(copies[key])
+    return written[0] if len(written) == 1 and isinstance(out, Tensor) else out
+
+
+def _base_of(tensor: Sharded) -> ShardedTensor:
+    return tensor.base if isinstance(tensor, ShardedView) else tensor
+
+
+def _whole_of(tensor: Tensor) -> Tensor:
+    return tensor.whole() if isinstance(tensor, Sharded) else tensor
+
+
+# Arguments
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """The sharded tensors that ``func`` changes in place."""
+    return [tensor for tensor in _mutated(func, args, kwargs) if isinstance(tensor, Sharded)]
+
+
+def _writes_plain(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether ``func`` changes a plain tensor: a slice of it must not be mistaken for it."""
+    return any(not isinstance(tensor, Sharded) for tensor in _mutated(func, args, kwargs))
+
+
+def _mutated(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+    found: list[Tensor] = []
+    for position in _written_positions(func):
+        name = func._schema.arguments[position].name
+        value = args[position] if position < len(args) else kwargs.get(name)
+        # The step counters of fused optimizers are plain scalars beside the sharded lists.
+        found.extend(_tensors((value,), {}) if name != "state_steps" else ())
+    return found
+
+
+@cache
+def _written_positions(func: Any) -> tuple[int, ...]:
+    return tuple(
+        i for i, arg in enumerate(func._schema.arguments) if arg.alias_info is not None and arg.alias_info.is_write
+    )
+
+
+def _tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    for value in (*args, *kwargs.values()):
+        for item in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(item, Tensor):
+                yield item
+
+
+install(dispatch)
+
+# Without these two lists torch's optimizers and clipping would loop over parameters in Python.
+for _types in (_optimizer_types, _utility_types):
+    _types.extend(kind for kind in (ShardedTensor, ShardedParameter) if kind not in _types)

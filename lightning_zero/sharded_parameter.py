@@ -1,0 +1,493 @@
+"""Tensors of global shape that hold one rank's fragment.
+
+    outside: shape (4, 3), float32, requires_grad        what optimizers, hooks and user code see
+    inside:  elements [6, 12) of it, a 1-D tensor        what this rank holds and steps
+
+`ShardedTensor` is such a tensor (a gradient, an optimizer's moment), `ShardedParameter` one that a module owns, and
+`ShardedView` a view of either: its parent and the chain of view operations. What torch does to them is decided in
+`sharded_ops`; here is what they are, and what reaches them before autograd does.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_zero.collectives import Collectives
+from lightning_zero.layout import Fragment
+
+__all__ = ["Owner", "RawMemoryError", "ShardedParameter", "ShardedTensor", "ShardedView", "Slicing"]
+
+Dispatch = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
+_dispatch: Dispatch
+
+
+def install(dispatch: Dispatch) -> None:
+    """Set what runs the operations of sharded tensors; `sharded_ops`, one idea further up, calls this once."""
+    global _dispatch
+    _dispatch = dispatch
+
+
+class RawMemoryError(RuntimeError):
+    """Code asked for the memory of a tensor of which this rank holds a fragment."""
+
+
+class Owner(Protocol):
+    """Who keeps a parameter's whole value current."""
+
+    def read(self, index: int) -> Tensor:
+        """The whole value in the main dtype, detached; a collective where no whole value rests."""
+
+    def read_local(self, index: int) -> Tensor | None:
+        """The whole value if this rank has it without a collective."""
+
+    def touch(self, index: int) -> Tensor:
+        """The leaf that stands for the parameter in autograd, with its whole value."""
+
+    def saving(self) -> AbstractContextManager[Any]:
+        """Context of an operation on touched leaves: autograd must not hold a buffer that does not rest."""
+
+    def before_write(self) -> None:
+        """Called before a fragment changes: nobody may still be sending it."""
+
+    def after_write(self, index: int) -> None:
+        """Called after a fragment changed: whole copies are stale."""
+
+    def get_grad(self, index: int) -> Tensor | None:
+        """The mean gradient, as a `ShardedTensor`."""
+
+    def set_grad(self, index: int, grad: Tensor | None) -> None:
+        """Replace the gradient; ``None`` also drops what was not reduced yet."""
+
+    def hook_grad(self, index: int, hook: Callable[[Tensor], Tensor | None]) -> Any:
+        """Call ``hook`` with each local gradient; returns torch's handle."""
+
+    def hook_accumulated(self, index: int, hook: Callable[[Tensor], None]) -> Any:
+        """Call ``hook`` with the parameter after its mean gradient has changed; returns torch's handle."""
+
+
+@dataclass(frozen=True, eq=False)
+class Slicing:
+    """How one tensor is cut: its global geometry and the elements that each rank holds.
+
+    Args:
+        name: full name of the parameter it belongs to, for errors.
+        shape: global shape.
+        stride: global stride, dense: elements are counted in storage order.
+        fragments: one for each rank; all cover the whole tensor where it is replicated.
+        collectives: of the ranks that hold the fragments.
+    """
+
+    name: str
+    shape: torch.Size
+    stride: tuple[int, ...]
+    fragments: tuple[Fragment, ...]
+    collectives: Collectives
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Slicing:
+        return self
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of the whole tensor."""
+        return self.shape.numel()
+
+    @cached_property
+    def own(self) -> Fragment:
+        """This rank's fragment."""
+        return self.fragments[self.collectives.rank]
+
+    @cached_property
+    def replicated(self) -> bool:
+        """Whether every rank holds the whole tensor."""
+        return all(fragment.numel == self.numel for fragment in self.fragments)
+
+    @cached_property
+    def contiguous(self) -> bool:
+        """Whether storage order is the order of indices."""
+        return torch.empty_strided(self.shape, self.stride, device="meta").is_contiguous()
+
+    def flatten(self, whole: Tensor) -> Tensor:
+        """``whole``, of the global shape, as shape (numel,) in storage order; a view where it can be."""
+        if whole.stride() != self.stride and not (self.contiguous and whole.is_contiguous()):
+            whole = torch.empty_strided(self.shape, self.stride, dtype=whole.dtype, device=whole.device).copy_(whole)
+        return whole.as_strided((self.numel,), (1,), whole.storage_offset())
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """This rank's fragment of ``whole``, shape (own.numel,); a view where it can be."""
+        return self.flatten(whole)[self.own.start : self.own.stop]
+
+    def shape_up(self, flat: Tensor) -> Tensor:
+        """The inverse of `flatten`: a view of global shape and stride."""
+        return flat.as_strided(self.shape, self.stride, flat.storage_offset())
+
+    def assemble(self, fragment: Tensor) -> Tensor:
+        """The whole tensor from every rank's fragment: a collective on all ranks, unless it is replicated."""
+        if self.replicated:
+            return self.shape_up(fragment)
+        longest = max(piece.numel for piece in self.fragments)
+        device = self.collectives.device
+        padded = torch.zeros(longest, dtype=fragment.dtype, device=device)
+        padded[: fragment.numel()] = fragment
+        received = padded.new_empty(len(self.fragments) * longest)
+        self.collectives.all_gather(received, padded, purpose="fragment").wait()
+        chunks = received.view(len(self.fragments), longest)
+        flat = torch.cat([chunk[: piece.numel] for chunk, piece in zip(chunks, self.fragments, strict=True)])
+        return self.shape_up(flat.to(fragment.device))
+
+
+def _refuse(name: str, action: str) -> NoReturn:
+    raise RawMemoryError(
+        f"`{name}` is sharded: this rank holds a fragment, so {action} has no memory to read."
+        " Read it whole on every rank: `with lightning_zero.gathered(module): ...`."
+    )
+
+
+class ShardedTensor(torch.Tensor):
+    """A tensor of global shape that holds this rank's fragment; outside a parameter it has no owner."""
+
+    _fragment: Tensor
+    _slicing: Slicing
+    _owner: weakref.ref[Owner] | None
+    _index: int
+
+    @staticmethod
+    def __new__(
+        cls: type[ShardedTensor],
+        fragment: Tensor,
+        slicing: Slicing,
+        requires_grad: bool = False,
+        owner: weakref.ref[Owner] | None = None,
+        index: int = -1,
+    ) -> ShardedTensor:
+        self: ShardedTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            slicing.shape,
+            strides=slicing.stride,
+            dtype=fragment.dtype,
+            device=fragment.device,
+            requires_grad=requires_grad,
+        )
+        self._fragment = fragment
+        self._slicing = slicing
+        self._owner = owner
+        self._index = index
+        return self
+
+    @property
+    def fragment(self) -> Tensor:
+        """This rank's elements, shape (n,), in storage order; empty where the tensor lies on other ranks."""
+        return self._fragment
+
+    @property
+    def slicing(self) -> Slicing:
+        """How the tensor is cut."""
+        return self._slicing
+
+    @property
+    def owner(self) -> Owner | None:
+        """Who keeps the whole value, while it lives."""
+        return None if self._owner is None else self._owner()
+
+    def whole(self) -> Tensor:
+        """The whole value, detached: a collective on all ranks, unless this rank has it at hand."""
+        owner = self.owner
+        return self._slicing.assemble(self._fragment) if owner is None else owner.read(self._index)
+
+    def local_whole(self) -> Tensor | None:
+        """The whole value if no collective is needed for it."""
+        owner = self.owner
+        if owner is not None:
+            return owner.read_local(self._index)
+        return self._slicing.shape_up(self._fragment) if self._slicing.replicated else None
+
+    def alias(self) -> ShardedTensor:
+        """The same fragment of the same owner without gradient: what ``detach()`` and ``data`` give."""
+        return ShardedTensor(self._fragment, self._slicing, owner=self._owner, index=self._index)
+
+    def store(self, whole: Tensor) -> None:
+        """Make ``whole`` the value: this rank keeps its fragment."""
+        with self.writing():
+            self._fragment.copy_(self._slicing.cut(whole))
+
+    def writing(self) -> _Writing:
+        """Context of every in-place change of the fragment."""
+        return _Writing((self,))
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.is_grad_enabled() and not reads_metadata(func) and not _writes_frozen(func, args):
+            owners: list[Owner] = []
+            args = _touched(args, owners)
+            kwargs = {key: _touch(value, owners) for key, value in kwargs.items()}
+            if owners:
+                return call_saving(owners[0], func, args, kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _dispatch(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
+        copied = type(self)(self._fragment.clone(), self._slicing, self.requires_grad)
+        memo[id(self)] = copied
+        grad = self.grad if isinstance(self, ShardedParameter) else None
+        if grad is not None:
+            copied.grad = grad.clone()
+        return copied
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        own = self._slicing.own
+        return (
+            f"{type(self).__name__}({self._slicing.name!r}, shape={tuple(self.shape)}, dtype={self.dtype},"
+            f" elements [{own.start}, {own.stop}) here)"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        _refuse(self._slicing.name, "pickling")
+
+    def data_ptr(self) -> NoReturn:
+        """Raises `RawMemoryError`."""
+        _refuse(self._slicing.name, "`data_ptr()`")
+
+    def untyped_storage(self) -> NoReturn:
+        """Raises `RawMemoryError`."""
+        _refuse(self._slicing.name, "`untyped_storage()`")
+
+    def storage(self) -> NoReturn:  # type: ignore[override]
+        """Raises `RawMemoryError`."""
+        _refuse(self._slicing.name, "`storage()`")
+
+    def numpy(self, *, force: bool = False) -> NoReturn:
+        """Raises `RawMemoryError`."""
+        _refuse(self._slicing.name, "`numpy()`")
+
+    def __array__(self, dtype: Any = None) -> NoReturn:
+        _refuse(self._slicing.name, "numpy conversion")
+
+    def tolist(self) -> Any:
+        """The whole value as nested lists: a collective on all ranks."""
+        return self.whole().tolist()
+
+    @property
+    def data(self) -> Tensor:
+        """The same fragment without gradient; assigning a tensor of global shape writes it."""
+        return self.alias()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if value.shape != self.shape or value.dtype != self.dtype or value.device.type != self.device.type:
+            raise ValueError(
+                f"`{self._slicing.name}.data` is sharded as {tuple(self.shape)} {self.dtype} on {self.device}; it"
+                f" cannot become {tuple(value.shape)} {value.dtype} on {value.device}."
+                " Convert the module before it is sharded."
+            )
+        with torch.no_grad():
+            self.copy_(value)
+
+
+class ShardedParameter(ShardedTensor):
+    """A parameter at rest: an ``nn.Parameter`` to ``isinstance``, with the parameter's global geometry.
+
+    Its gradient is this rank's fragment of the mean over ranks. Using it in a differentiable operation opens its
+    owner's window, and the whole value takes part.
+    """
+
+    _is_param = True
+
+    @property
+    def grad(self) -> Tensor | None:  # type: ignore[override]
+        """The mean gradient over ranks, or ``None``."""
+        owner = self.owner
+        return self.__dict__.get("_own_grad") if owner is None else owner.get_grad(self._index)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if value is not None:
+            value = self._as_gradient(value)
+        owner = self.owner
+        if owner is None:
+            self.__dict__["_own_grad"] = value
+        else:
+            owner.set_grad(self._index, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    def _as_gradient(self, value: Tensor) -> Tensor:
+        if value.shape != self.shape:
+            raise ValueError(
+                f"`{self._slicing.name}.grad` must have the parameter's shape {tuple(self.shape)}, not"
+                f" {tuple(value.shape)}."
+            )
+        if isinstance(value, ShardedTensor) and value.slicing is self._slicing:
+            return value
+        whole = value.whole() if isinstance(value, ShardedTensor | ShardedView) else value.detach()
+        return ShardedTensor(self._slicing.cut(whole.to(self.dtype, copy=True)), self._slicing)
+
+    def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
+        """Call ``hook`` with each local gradient, whole and before it is reduced, as under data parallelism."""
+        owner = self.owner
+        return super().register_hook(hook) if owner is None else owner.hook_grad(self._index, hook)
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
+        """Call ``hook`` with this parameter at the end of each backward that changed its mean gradient."""
+        owner = self.owner
+        if owner is None:
+            return super().register_post_accumulate_grad_hook(hook)
+        return owner.hook_accumulated(self._index, hook)
+
+
+class ShardedView(torch.Tensor):
+    """A view of a sharded tensor: reading replays it on the whole, writing folds this rank's part back.
+
+    Args:
+        base: the viewed tensor.
+        replay: applies the chain of view operations to a whole tensor of ``base``'s geometry.
+    """
+
+    _base_tensor: ShardedTensor
+    _replay: Callable[[Tensor], Tensor]
+
+    @staticmethod
+    def __new__(cls: type[ShardedView], base: ShardedTensor, replay: Callable[[Tensor], Tensor]) -> ShardedView:
+        slicing = base.slicing
+        like = replay(torch.empty_strided(slicing.shape, slicing.stride, dtype=base.dtype, device="meta"))
+        self: ShardedView = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            like.shape,
+            strides=like.stride(),
+            storage_offset=like.storage_offset(),
+            dtype=like.dtype,
+            device=base.device,
+        )
+        self._base_tensor = base
+        self._replay = replay
+        return self
+
+    @property
+    def base(self) -> ShardedTensor:
+        """The sharded tensor that is viewed."""
+        return self._base_tensor
+
+    def view_of(self, whole: Tensor) -> Tensor:
+        """The same view of ``whole``, a tensor of the base's geometry."""
+        return self._replay(whole)
+
+    def whole(self) -> Tensor:
+        """The viewed values: a collective on all ranks, unless this rank has them at hand."""
+        return self.view_of(self._base_tensor.whole())
+
+    @property
+    def data(self) -> Tensor:
+        """The same view without gradient."""
+        return self.detach()
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _dispatch(func, args, kwargs or {})
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"ShardedView(shape={tuple(self.shape)}, of {self._base_tensor!r})"
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        _refuse(self._base_tensor.slicing.name, "pickling a view")
+
+    def data_ptr(self) -> NoReturn:
+        """Raises `RawMemoryError`."""
+        _refuse(self._base_tensor.slicing.name, "`data_ptr()` of a view")
+
+    def numpy(self, *, force: bool = False) -> NoReturn:
+        """Raises `RawMemoryError`."""
+        _refuse(self._base_tensor.slicing.name, "`numpy()` of a view")
+
+
+class _Writing:
+    """Announces a change of fragments to their owners, before and after."""
+
+    def __init__(self, tensors: Iterable[ShardedTensor]) -> None:
+        self._owned = [(tensor.owner, tensor._index) for tensor in tensors if tensor._owner is not None]
+
+    def __enter__(self) -> None:
+        for owner, _ in self._owned:
+            if owner is not None:
+                owner.before_write()
+
+    def __exit__(self, *exc: object) -> None:
+        for owner, index in self._owned:
+            if owner is not None:
+                owner.after_write(index)
+
+
+def writing(tensors: Iterable[ShardedTensor]) -> _Writing:
+    """Context of an in-place change of several fragments at once."""
+    return _Writing(tensors)
+
+
+_VIEW_GETTERS = {"T", "mT", "H", "mH", "real", "imag"}
+
+_METADATA = {
+    "size", "dim", "numel", "nelement", "stride", "ndimension", "element_size", "storage_offset", "is_floating_point",
+    "is_complex", "is_contiguous", "is_conj", "is_neg", "is_inference", "is_set_to", "is_pinned", "is_same_size",
+    "get_device", "type", "has_names", "__len__", "__hash__", "dim_order", "detach", "requires_grad_", "retain_grad",
+    "register_hook", "register_post_accumulate_grad_hook", "zeros_like", "ones_like", "empty_like", "full_like",
+    "rand_like", "randn_like", "new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "is_shared",
+    "_has_compatible_shallow_copy_type", "_use_count", "is_nonzero_metadata", "is_distributed", "result_type",
+    "can_cast", "promote_types", "get_gradient_edge",
+}  # fmt: skip
+
+
+def reads_metadata(func: Any) -> bool:
+    """Whether ``func`` needs no value, so that grad mode does not make it a touch."""
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__", "__delete__"):
+        return getattr(func.__self__, "__name__", "") not in _VIEW_GETTERS
+    return name in _METADATA
+
+
+def _writes_frozen(func: Any, args: Sequence[Any]) -> bool:
+    """Whether ``func`` changes a sharded tensor that needs no gradient, which is legal under grad mode too."""
+    name = getattr(func, "__name__", "")
+    in_place = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or name[:3] == "__i"
+    return bool(in_place and args and isinstance(args[0], ShardedTensor) and not args[0].requires_grad)
+
+
+def call_saving(owner: Owner, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Call ``func`` on leaves: past their ``__torch_function__``, and with their values saved as places."""
+    with owner.saving(), torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def _touched(args: Sequence[Any], owners: list[Owner]) -> list[Any]:
+    return [_touch(value, owners) for value in args]
+
+
+def _touch(value: Any, owners: list[Owner]) -> Any:
+    """``value`` with each owned parameter replaced by its leaf, whose value is whole; ``owners`` grows."""
+    if isinstance(value, ShardedParameter):
+        owner = value.owner
+        if owner is None:
+            return value
+        owners.append(owner)
+        return owner.touch(value._index)
+    if type(value) in (list, tuple) and any(isinstance(item, ShardedParameter) for item in value):
+        return type(value)(_touched(value, owners))
+    return value

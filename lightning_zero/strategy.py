@@ -1,0 +1,304 @@
+"""`ZeROStrategy`: Lightning's hooks, each a few lines that call the engine.
+
+    setup                   shard the module in place, then the user's optimizers over resting parameters
+    training_step, ...      a step of user code, in which the root opens
+    teardown                the module is whole and plain again
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torchmetrics import Metric
+
+from lightning_zero._lightning import Flavour, installed_flavours
+from lightning_zero.checkpoint.one_file import (
+    full_optimizer_state,
+    full_state_dict,
+    load_state_dict,
+    shard_optimizer_state,
+)
+from lightning_zero.engine import Engine, engine_of, shard, unshard
+from lightning_zero.host import host_fits
+from lightning_zero.placements import stage_placements
+from lightning_zero.precision import RECIPES, PrecisionRecipe
+from lightning_zero.units import UnitSpec
+
+__all__ = ["ZeROStrategy", "register_strategies", "strategy_class"]
+
+_DDP_ARGUMENTS = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view")
+"""Accepted, because existing projects pass them, and without a meaning here."""
+
+_START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
+
+
+class _ZeROMixin:
+    """The strategy over either flavour's ``DDPStrategy``, which supplies launchers, ranks and the process group.
+
+    Args:
+        stage: 1 shards the optimizer state, 2 also gradients, 3 also parameters; 0 is plain data parallelism.
+        units: which submodules are gathered and freed together: classes, class names, or a predicate; default: Hugging
+            Face's ``_no_split_modules``, else elements of ``ModuleList`` and ``Sequential``.
+        recipe: dtypes; default: what the Trainer's ``precision`` says.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend,
+            timeout, start_method: as for ``DDPStrategy``.
+        ddp_arguments: ``find_unused_parameters``, ``static_graph`` and ``gradient_as_bucket_view`` are accepted and
+            change nothing: unused parameters and changing graphs just work.
+
+    Raises:
+        ValueError: ``stage`` is unknown.
+        TypeError: another argument is unknown.
+    """
+
+    _flavour: Flavour
+
+    def __init__(
+        self,
+        stage: int = 3,
+        units: UnitSpec | None = None,
+        recipe: PrecisionRecipe | None = None,
+        accelerator: Any | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any | None = None,
+        checkpoint_io: Any | None = None,
+        precision_plugin: Any | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = timedelta(seconds=1800),
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        **ddp_arguments: Any,
+    ) -> None:
+        stage_placements(stage)
+        unknown = sorted(set(ddp_arguments) - set(_DDP_ARGUMENTS))
+        if unknown:
+            raise TypeError(
+                f"ZeROStrategy does not know {unknown[0]!r}. It takes stage, units, recipe and the process arguments"
+                " of DDPStrategy: `ZeROStrategy(stage=3)`."
+            )
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+        )
+        self.stage = stage
+        self._units = units
+        self._recipe = recipe
+        self._interrupted = False
+        self._held_whole = ExitStack()
+        if ddp_arguments:
+            self._flavour.rank_zero_info(
+                f"ZeROStrategy: {', '.join(ddp_arguments)} has no meaning here and is ignored; unused parameters and"
+                " changing graphs need no setting."
+            )
+
+    def __repr__(self) -> str:
+        # The other flavour's Trainer prints this when it refuses the object.
+        return (
+            f"{type(self).__name__}(stage={self.stage}) for `{self._flavour.trainer_package}.Trainer`; the name"
+            f" strategy='zero{self.stage}' works in both packages"
+        )
+
+    # Set-up and teardown
+
+    @property
+    def engine(self) -> Engine | None:
+        """The engine of the module in training, between setup and teardown."""
+        return None if self.lightning_module is None else engine_of(self.lightning_module)
+
+    def setup_environment(self) -> None:
+        if self.root_device.type == "mps":
+            raise ValueError(
+                "ZeROStrategy needs collectives, which MPS has not. Use `Trainer(accelerator='cpu', devices=2)`."
+            )
+        super().setup_environment()
+
+    def setup(self, trainer: Any) -> None:
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        self._interrupted = False
+        fitting = trainer.state.fn == self._flavour.fitting
+        if fitting and self._layer_sync:
+            self.model = self._layer_sync.apply(self.model)
+        self.model = self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        shard(
+            self.lightning_module,
+            stage=self.stage,
+            units=self._units,
+            precision=self._recipe or RECIPES.get(self.precision_plugin.precision, PrecisionRecipe()),
+            device=self.root_device,
+        )
+        if fitting:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def model_to_device(self) -> None:
+        # Parameters go to the device as shards; what is not sharded goes now.
+        for module in self.model.modules():
+            if isinstance(module, Metric):
+                module.to(self.root_device)
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = buffer.to(self.root_device)
+
+    def teardown(self) -> None:
+        self._held_whole.close()
+        if self.engine is not None:
+            self._leave(self.engine)
+        super().teardown()
+
+    def _leave(self, engine: Engine) -> None:
+        """Make the module plain, where all ranks got here and the host has room for it."""
+        module = self.lightning_module
+        if self._interrupted:
+            # Other ranks may never arrive: a collective here would hide the exception behind a hang.
+            engine.abandon()
+            return
+        if not host_fits(engine, self.num_processes):
+            engine.close()
+            self._flavour.rank_zero_warn(
+                "The host cannot hold one whole copy of the model per local rank, so its parameters stay sharded."
+                " Read them in parts on every rank, `with lightning_zero.gathered(submodule): ...`, or take them from"
+                " the checkpoint."
+            )
+            return
+        unshard(module, device=torch.device("cpu"))
+
+    def on_exception(self, exception: BaseException) -> None:
+        self._interrupted = True
+        super().on_exception(exception)
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        # Built on the host and sharded onto the device: a whole model may not fit there.
+        with self._flavour.initializing(bool(empty_init)), self.precision_plugin.tensor_init_context():
+            yield
+
+    # Steps
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._step():
+            return super().training_step(*args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._step():
+            return super().validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._step():
+            return super().test_step(*args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._step():
+            return super().predict_step(*args, **kwargs)
+
+    def _step(self) -> Any:
+        assert self.engine is not None
+        return self.engine.step()
+
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        self._share_buffers()
+
+    def on_test_start(self) -> None:
+        super().on_test_start()
+        self._share_buffers()
+
+    def _share_buffers(self) -> None:
+        assert self.engine is not None
+        self.engine.share_buffers()
+
+    def on_predict_start(self) -> None:
+        super().on_predict_start()
+        self._share_buffers()
+        # Lightning gives ranks unequal numbers of batches to predict, so no rank may need another one meanwhile.
+        assert self.engine is not None
+        self._held_whole.enter_context(self.engine.held_whole())
+
+    def on_predict_end(self) -> None:
+        self._held_whole.close()
+        super().on_predict_end()
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        super().pre_backward(closure_loss)
+        if self.engine is not None and closure_loss.requires_grad:
+            # Its gradient is the first thing in the outermost graph task, on ranks without any other gradient too.
+            begin = self.engine.reducer.begin
+            closure_loss.register_hook(lambda _: begin())
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        assert self.engine is not None
+        with self.engine.accumulate():
+            yield
+
+    # Checkpoints
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        return full_state_dict(self.lightning_module.state_dict(), keep=self.is_global_zero)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        optimizer = getattr(optimizer, "_optimizer", optimizer)
+        if hasattr(optimizer, "consolidate_state_dict"):
+            return super().optimizer_state(optimizer)
+        return full_optimizer_state(optimizer, keep=self.is_global_zero)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        load_state_dict(self.lightning_module, checkpoint["state_dict"], strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"]):
+            optimizer.load_state_dict(shard_optimizer_state(optimizer, state))
+
+    # Names
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        for stage in (1, 2, 3):
+            for suffix, start_method in _START_METHODS.items():
+                strategy_registry.register(
+                    f"zero{stage}{suffix}",
+                    cls,
+                    description=f"ZeRO stage {stage}, start method {start_method!r}",
+                    stage=stage,
+                    start_method=start_method,
+                )
+
+
+def strategy_class(flavour: Flavour) -> type:
+    """``ZeROStrategy`` for one flavour's Trainer."""
+    name = "ZeROStrategy" if flavour is installed_flavours()[0] else "PytorchLightningZeROStrategy"
+    members = {
+        "_flavour": flavour,
+        "__doc__": _ZeROMixin.__doc__,
+        "__module__": __name__,
+        "__qualname__": name,
+        "__init__": _ZeROMixin.__init__,
+    }
+    return type(name, (_ZeROMixin, flavour.ddp_strategy), members)
+
+
+_classes = [strategy_class(flavour) for flavour in installed_flavours()]
+for _class in _classes:
+    # By this name pickles, and LightningCLI's class paths, find the class again.
+    globals()[_class.__name__] = _class
+
+
+def register_strategies() -> None:
+    """Make ``zero1``, ``zero2``, ``zero3`` and their launcher variants known to every installed Trainer, once."""
+    for kind in _classes:
+        registry = kind._flavour.registry  # type: ignore[attr-defined]
+        if "zero3" not in registry:
+            kind.register_strategies(registry)  # type: ignore[attr-defined]

@@ -1,0 +1,159 @@
+"""Which modules are units: the parts of a model that are gathered, computed and freed together.
+
+    LightningModule            root: everything that is in no unit
+      model.embed_tokens         root
+      model.layers.0             unit 0
+      model.layers.1             unit 1
+      lm_head                    root
+
+Pure: modules are only looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
+
+__all__ = ["UnitSpec", "UnknownUnitError", "find_units"]
+
+UnitSpec = Callable[[nn.Module], bool] | Iterable[type[nn.Module] | str]
+"""A predicate on modules, or classes given as types or as names."""
+
+NamedModules = list[tuple[str, nn.Module]]
+
+LARGEST_SHARE = 1 / 8
+"""An element of a ``ModuleList`` or ``Sequential`` is a unit if it holds at most this part of all parameters."""
+
+MERGED_NUMEL = 2**18
+"""Elements. Siblings merge into one unit up to this size: below it a collective costs its latency, not its bytes."""
+
+
+class UnknownUnitError(ValueError):
+    """The user's ``units`` match no module."""
+
+
+def find_units(root: nn.Module, spec: UnitSpec | None = None) -> list[NamedModules]:
+    """Units of ``root`` in definition order, each a list of ``(full name, module)`` that are never nested.
+
+    In order of preference: the user's ``spec``; the classes that Hugging Face models list in ``_no_split_modules``;
+    elements of ``ModuleList`` and ``Sequential``.
+
+    Args:
+        root: the module to cut. It is never a unit itself.
+        spec: classes (types or class names), or a predicate on modules.
+
+    Raises:
+        UnknownUnitError: no module matches a class named in ``spec``, or the predicate is false everywhere.
+    """
+    if spec is not None:
+        return [[named] for named in _matching(root, spec)]
+    names = _no_split_classes(root)
+    found = _outermost(root, lambda module: type(module).__name__ in names)
+    if found:
+        return [[named] for named in found]
+    return _container_elements(root)
+
+
+def _matching(root: nn.Module, spec: UnitSpec) -> NamedModules:
+    if callable(spec) and not isinstance(spec, type):
+        found = _outermost(root, spec)
+        if not found:
+            raise UnknownUnitError(
+                "units: the predicate is true for no submodule of"
+                f" `{type(root).__name__}`. Name a class instead: `units=[{_example_class(root)}]`."
+            )
+        return found
+    classes = [spec] if isinstance(spec, (str, type)) else list(spec)  # type: ignore[arg-type]
+    for wanted in classes:
+        if not isinstance(wanted, (str, type)):
+            raise UnknownUnitError(
+                f"units: {wanted!r} is neither a module class nor the name of one."
+                f" Write `units=[{_example_class(root)}]`."
+            )
+        if not any(_is_a(module, wanted) for module in root.modules()):
+            raise UnknownUnitError(
+                f"units: no submodule of `{type(root).__name__}` is a {wanted!r}. It has"
+                f" {sorted({type(module).__name__ for module in root.children()})} and their children."
+                f" Write `units=[{_example_class(root)}]`."
+            )
+    return _outermost(root, lambda module: any(_is_a(module, wanted) for wanted in classes))
+
+
+def _is_a(module: nn.Module, wanted: type[nn.Module] | str) -> bool:
+    return type(module).__name__ == wanted if isinstance(wanted, str) else isinstance(module, wanted)
+
+
+def _example_class(root: nn.Module) -> str:
+    return next((type(module).__name__ for module in root.modules() if module is not root), "nn.Linear")
+
+
+def _no_split_classes(root: nn.Module) -> set[str]:
+    """Class names that Hugging Face models below ``root`` declare as blocks."""
+    names: set[str] = set()
+    for module in root.modules():
+        names.update(getattr(module, "_no_split_modules", None) or ())
+    return names
+
+
+def _outermost(root: nn.Module, matches: Callable[[nn.Module], bool]) -> NamedModules:
+    """Matching descendants of ``root`` that hold parameters, not looking inside a match."""
+    found: NamedModules = []
+    seen: set[nn.Module] = {root}
+
+    def visit(prefix: str, parent: nn.Module) -> None:
+        for name, child in parent.named_children():
+            if child in seen:
+                continue
+            seen.add(child)
+            path = f"{prefix}{name}"
+            if matches(child) and _numel(child):
+                found.append((path, child))
+            else:
+                visit(f"{path}.", child)
+
+    visit("", root)
+    return found
+
+
+def _container_elements(root: nn.Module) -> list[NamedModules]:
+    total = _numel(root)
+    units: list[NamedModules] = []
+    seen: set[nn.Module] = {root}
+
+    def visit(prefix: str, parent: nn.Module) -> None:
+        siblings: NamedModules = []
+        elements = isinstance(parent, (nn.ModuleList, nn.Sequential)) and not isinstance(parent, ParametrizationList)
+        for name, child in parent.named_children():
+            if child in seen:
+                continue
+            seen.add(child)
+            path = f"{prefix}{name}"
+            if elements and 0 < _numel(child) <= total * LARGEST_SHARE:
+                siblings.append((path, child))
+            else:
+                visit(f"{path}.", child)
+        units.extend(_merged(siblings, min(MERGED_NUMEL, int(total * LARGEST_SHARE))))
+
+    visit("", root)
+    return units
+
+
+def _merged(siblings: NamedModules, limit: int) -> Sequence[NamedModules]:
+    """Consecutive siblings, joined while together they hold at most ``limit`` elements."""
+    merged: list[NamedModules] = []
+    held = limit + 1
+    for named in siblings:
+        numel = _numel(named[1])
+        if held + numel <= limit:
+            merged[-1].append(named)
+            held += numel
+        else:
+            merged.append([named])
+            held = numel
+    return merged
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

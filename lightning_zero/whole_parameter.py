@@ -1,0 +1,153 @@
+"""The leaf that stands for a resting parameter while its unit's window is open.
+
+    WholeParameter       a view of the whole buffer: modules compute with it at full speed
+    ConcealedParameter   the same object after the window closed: its next use opens the window again
+
+A leaf keeps its identity, so a graph built through it accumulates into it whenever backward comes. What user code
+writes on it (`grad`, `requires_grad`, hooks) reaches the resting parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.sharded_parameter import Owner, ShardedParameter, call_saving, reads_metadata
+
+__all__ = ["ConcealedParameter", "WholeParameter"]
+
+_raw_data = torch.Tensor.data
+_raw_requires_grad = torch.Tensor.requires_grad
+
+
+class WholeParameter(nn.Parameter):
+    """An ordinary parameter to torch; in Python it shares its gradient and flags with the resting one.
+
+    Made empty by `of` and pointed to a buffer later: its version counter is its own, not the buffer's.
+    """
+
+    _resting: ShardedParameter
+    _index: int
+    _counts_data_writes: bool
+
+    @classmethod
+    def of(cls, resting: ShardedParameter, index: int, dtype: torch.dtype, counts_data_writes: bool) -> WholeParameter:
+        """A leaf for ``resting``, which is number ``index`` of its group.
+
+        Args:
+            counts_data_writes: whether writes through ``data`` advance the leaf's version, because they must be noticed
+                and folded back. Torch's own ``data`` hides them.
+        """
+        with torch.inference_mode(False):
+            leaf = cls(torch.empty(0, dtype=dtype, device=resting.device), requires_grad=resting.requires_grad)
+        leaf._resting = resting
+        leaf._index = index
+        leaf._counts_data_writes = counts_data_writes
+        return leaf
+
+    def point_to(self, whole: Tensor) -> None:
+        """Become a view of ``whole``, which has the parameter's shape."""
+        _raw_data.__set__(self, whole)  # type: ignore[attr-defined]
+
+    def follow_requires_grad(self) -> None:
+        """Take ``requires_grad`` from the resting parameter."""
+        wanted = self._resting.requires_grad
+        if _raw_requires_grad.__get__(self) != wanted:  # type: ignore[attr-defined]
+            _raw_requires_grad.__set__(self, wanted)  # type: ignore[attr-defined]
+
+    @property
+    def grad(self) -> Tensor | None:  # type: ignore[override]
+        """The resting parameter's gradient."""
+        return self._resting.grad
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        self._resting.grad = value
+
+    @grad.deleter
+    def grad(self) -> None:
+        self._resting.grad = None
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        """Whether the parameter is trained; assigning reaches the resting parameter."""
+        return bool(_raw_requires_grad.__get__(self))  # type: ignore[attr-defined]
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        _raw_requires_grad.__set__(self, value)  # type: ignore[attr-defined]
+        self._resting.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> WholeParameter:
+        """Set ``requires_grad`` here and on the resting parameter."""
+        self.requires_grad = requires_grad
+        return self
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        """The whole value without gradient; writes through it are folded back when the window closes."""
+        if self._counts_data_writes:
+            return self.detach()
+        return _raw_data.__get__(self)  # type: ignore[attr-defined,no-any-return]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        self.data.copy_(value)
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
+        """As on the resting parameter."""
+        return self._resting.register_post_accumulate_grad_hook(hook)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        copied = nn.Parameter(self.detach().clone(), requires_grad=self.requires_grad)
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # A file written inside `gathered` must open where this package is not installed.
+        plain = nn.Parameter(self.detach().clone(), requires_grad=self.requires_grad)
+        return plain.__reduce_ex__(protocol)
+
+
+class ConcealedParameter(WholeParameter):
+    """A leaf whose buffer may be gone: any use of its value opens the window first."""
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        """The whole value without gradient, after the window has opened."""
+        _open(self)
+        return WholeParameter.data.__get__(self)  # type: ignore[attr-defined,no-any-return]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        self._resting.data = value
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is not torch.Tensor.detach and reads_metadata(func):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        owners = [
+            _open(item)
+            for value in (*args, *kwargs.values())
+            for item in (value if isinstance(value, list | tuple) else (value,))
+            if isinstance(item, ConcealedParameter)
+        ]
+        return call_saving(owners[0], func, args, kwargs)
+
+
+def _open(leaf: ConcealedParameter) -> Owner:
+    owner = leaf._resting.owner
+    if owner is None:
+        raise RuntimeError(
+            f"`{leaf._resting.slicing.name}` was kept from inside a forward, and its module is no longer sharded."
+            " Read the module's own parameter."
+        )
+    owner.touch(leaf._index)
+    return owner

@@ -1,0 +1,486 @@
+"""Windows: the time in which a unit's parameters are whole.
+
+    forward    enter 0 | enter 1 | ... | enter n      gather k + 1 while k computes, free k when k + 1 opens
+    backward   open n | ... | open 1 | open 0         the same in reverse, opened by autograd itself
+
+In a unit's window the module's attributes are plain leaves; outside they are resting parameters. Autograd never holds
+a whole buffer that does not rest: a saved weight is packed as a place in a buffer, and unpacking opens the window again.
+"""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.flat_buffer import storage_id
+from lightning_zero.param_group import ParamGroup
+from lightning_zero.whole_parameter import ConcealedParameter, WholeParameter
+
+__all__ = ["ReplacedParameterError", "Unit", "Windows", "in_backward"]
+
+
+class ReplacedParameterError(RuntimeError):
+    """A module's parameter is no longer the one that was sharded."""
+
+
+def in_backward() -> bool:
+    """Whether autograd runs a backward on this thread. Asked of autograd: a flag of ours would survive an exception."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class _Slot(NamedTuple):
+    """One attribute of one module that holds a parameter; tied parameters have several."""
+
+    module: weakref.ref[nn.Module]
+    attribute: str
+    name: str
+    group: ParamGroup
+    index: int
+
+
+class Unit:
+    """The parameters that are whole together, and the attributes that hold them.
+
+    Args:
+        name: full name of the unit's (first) module.
+        groups: their state, by dtype and by trained or frozen.
+        is_root: whether this is the rest of the model, which stays whole from forward to backward.
+    """
+
+    def __init__(self, name: str, groups: Sequence[ParamGroup], is_root: bool = False) -> None:
+        self.name = name
+        self.groups = list(groups)
+        self.is_root = is_root
+        self.depth = 0
+        """How many of its forwards are running."""
+        self.swapped = False
+        """Whether module attributes are leaves."""
+        self._slots: list[_Slot] = []
+
+    def add_slot(self, module: nn.Module, attribute: str, name: str, group: ParamGroup, index: int) -> None:
+        """Let the window swap ``module.attribute``, whose full name is ``name``."""
+        self._slots.append(_Slot(weakref.ref(module), attribute, name, group, index))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all whole values are held and current."""
+        return all(group.is_whole for group in self.groups)
+
+    @property
+    def numel_whole(self) -> int:
+        """Elements of whole buffers held now."""
+        return sum(group.layout.total for group in self.groups if group.whole is not None)
+
+    def unshard(self) -> None:
+        """Begin to gather; `wait` ends it."""
+        for group in self.groups:
+            group.unshard()
+
+    def wait(self) -> None:
+        """Make whole values current."""
+        for group in self.groups:
+            group.wait()
+
+    def reshard(self) -> None:
+        """Let go of whole values that do not rest."""
+        for group in self.groups:
+            group.reshard()
+
+    def check(self) -> None:
+        """See that every attribute still holds the parameter that was sharded.
+
+        Raises:
+            ReplacedParameterError: one holds another parameter, or none.
+        """
+        for slot in self._slots:
+            module = slot.module()
+            if module is None:
+                continue
+            current = module._parameters.get(slot.attribute)
+            if current is None or (
+                current is not slot.group.parameters[slot.index] and isinstance(current, nn.Parameter)
+            ):
+                raise ReplacedParameterError(
+                    f"`{slot.name}` was {'removed' if current is None else 'replaced'} after the model was sharded, so"
+                    " it would not be trained. Change the model in `configure_model`, or assign values in place:"
+                    f" `module.{slot.name}.data = value`."
+                )
+
+    def swap_in(self) -> None:
+        """Let module attributes be leaves. A foreign tensor, as `functional_call` sets it, stays."""
+        if self.swapped:
+            return
+        self.swapped = True
+        for group in self.groups:
+            group.in_window = True
+        for module_ref, attribute, _, group, index in self._slots:
+            module = module_ref()
+            if module is not None and module._parameters.get(attribute) is group.parameters[index]:
+                group.leaves[index].follow_requires_grad()
+                group.hook_leaf(index)
+                module._parameters[attribute] = group.leaves[index]
+
+    def swap_out(self) -> None:
+        """Let module attributes be resting parameters again."""
+        if not self.swapped:
+            return
+        self.swapped = False
+        for group in self.groups:
+            group.in_window = False
+        for module_ref, attribute, _, group, index in self._slots:
+            module = module_ref()
+            if module is not None and module._parameters.get(attribute) is group.leaves[index]:
+                module._parameters[attribute] = group.parameters[index]
+
+
+class _PackedWeight(NamedTuple):
+    """A saved tensor that is a view of a whole buffer."""
+
+    unit: Unit
+    group: ParamGroup
+    index: int
+    writes: int
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+_PACKABLE = {Tensor, nn.Parameter, WholeParameter, ConcealedParameter}
+
+
+class Windows:
+    """All windows of one model: which unit is whole now, and which one is next.
+
+    Args:
+        root: what is in no unit.
+        units: the others, in definition order.
+        held: the group of each whole buffer that does not rest, by storage.
+        on_backward: called when a saved weight shows that a backward runs.
+    """
+
+    def __init__(
+        self, root: Unit, units: Sequence[Unit], held: Mapping[int, ParamGroup], on_backward: Callable[[], None]
+    ) -> None:
+        self.root = root
+        self.units = list(units)
+        self._unit_of = {group: unit for unit in (root, *units) for group in unit.groups}
+        self._held = held
+        self._on_backward = on_backward
+        self._packs = not all(group.placements.keeps_whole_parameters for group in self._unit_of)
+        self._steps = 0
+        self._previous: Unit | None = None
+        self._successor: dict[Unit, Unit] = {}
+        self._predecessor: dict[Unit, Unit] = {}
+        self._prefetched: Unit | None = None
+        self._lingering: Unit | None = None
+        self._opened_in_backward: dict[Unit, None] = {}
+        self.forward_order: dict[Unit, None] = {}
+        """Units in the order of their first forward."""
+
+    # A step: one call of the root, or of a LightningModule's step method
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Context in which the root opens at the first touch or unit call, and weights are saved as places."""
+        if self._steps == 0:
+            self._previous = None
+            self._let_go()
+            for unit in (self.root, *self.units):
+                unit.check()
+            self.root.unshard()
+        self._steps += 1
+        try:
+            with self.saving():
+                yield
+        finally:
+            self._steps -= 1
+            if self._steps == 0:
+                self._end_step()
+
+    @property
+    def is_outermost_step(self) -> bool:
+        """Whether the running step is not inside another one."""
+        return self._steps == 1
+
+    def _end_step(self) -> None:
+        if self.root.depth:
+            return
+        self.root.swap_out()
+        if in_backward():
+            return
+        self._let_go()
+        # A graph may still need the root, which is whole from forward to backward.
+        if not torch.is_grad_enabled():
+            self.root.reshard()
+
+    def saving(self) -> AbstractContextManager[Any]:
+        """Context in which autograd saves weights as places in buffers, not as the buffers."""
+        if not self._packs or not torch.is_grad_enabled():
+            return nullcontext()
+        if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+            # Hooks of ours above theirs would hide what they came to see, as checkpointing does; what they hold
+            # keeps its buffer.
+            return nullcontext()
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    # Forward
+
+    @contextmanager
+    def forward(self, unit: Unit) -> Iterator[None]:
+        """A forward of ``unit``: its parameters are whole inside."""
+        self._enter(unit)
+        try:
+            with self.saving():
+                yield
+        finally:
+            self._exit(unit)
+
+    def _enter(self, unit: Unit) -> None:
+        if unit.depth == 0:
+            if in_backward():
+                self.open_in_backward(unit)
+            else:
+                self._open_in_forward(unit)
+            unit.swap_in()
+        unit.depth += 1
+
+    def _open_in_forward(self, unit: Unit) -> None:
+        if self._steps:
+            self._open_root()
+        self._let_go(keep=unit)
+        unit.unshard()
+        self._follow(unit)
+        unit.wait()
+
+    def _open_root(self) -> None:
+        if not self.root.swapped:
+            self.root.unshard()
+            self.root.wait()
+            self.root.swap_in()
+
+    def _follow(self, unit: Unit) -> None:
+        """Record the order, and gather the unit that came next the last time."""
+        if torch.is_grad_enabled():
+            self.forward_order.setdefault(unit)
+        if self._previous is None:
+            self._predecessor.pop(unit, None)
+        elif self._previous is not unit:
+            self._successor[self._previous] = unit
+            self._predecessor[unit] = self._previous
+        self._previous = unit
+        following = self._successor.get(unit)
+        if following is not None and following is not unit:
+            following.unshard()
+            self._prefetched = following
+
+    def _exit(self, unit: Unit) -> None:
+        unit.depth -= 1
+        if unit.depth == 0:
+            unit.swap_out()
+            if in_backward():
+                return
+            # It is freed when the next unit opens: a unit may consist of several modules in a row.
+            self._lingering = unit
+            if not self._steps:
+                self._let_go()
+
+    def _let_go(self, keep: Unit | None = None) -> None:
+        """Free the unit that was used last and the one that was gathered ahead, but for ``keep``."""
+        for unit in (self._lingering, self._prefetched):
+            if unit is not None and unit is not keep and unit.depth == 0:
+                unit.reshard()
+        self._lingering = self._prefetched = None
+
+    # Backward
+
+    def open_in_backward(self, unit: Unit) -> None:
+        """Make ``unit`` whole during backward, and gather the one that backward reaches next."""
+        if unit.is_whole:
+            unit.wait()
+            return
+        self._on_backward()
+        if unit.is_root:
+            unit.unshard()
+            unit.wait()
+            return
+        if self._previous is not None:
+            self._successor.pop(self._previous, None)
+            self._previous = None
+        preceding = self._predecessor.get(unit)
+        for other in [*self._opened_in_backward]:
+            if other is not unit and other is not preceding and other.depth == 0:
+                other.reshard()
+                del self._opened_in_backward[other]
+        unit.unshard()
+        self._opened_in_backward[unit] = None
+        if preceding is not None and preceding is not unit:
+            preceding.unshard()
+            self._opened_in_backward[preceding] = None
+        unit.wait()
+
+    def end_backward(self) -> None:
+        """Close everything that backward opened; parameters are at rest afterwards."""
+        for unit in self._opened_in_backward:
+            if unit.depth == 0:
+                unit.reshard()
+        self._opened_in_backward.clear()
+        self._let_go()
+        if self.root.depth == 0:
+            self.root.swap_out()
+            self.root.reshard()
+
+    # At rest
+
+    def needed(self, group: ParamGroup) -> None:
+        """Make ``group`` whole; a unit stays so until another one opens, or the step ends."""
+        unit = self._unit_of[group]
+        if in_backward():
+            self.open_in_backward(unit)
+        elif not unit.is_root and unit.depth == 0:
+            self._let_go(keep=unit)
+            self._lingering = unit
+        unit.unshard()
+        unit.wait()
+
+    def touched(self, group: ParamGroup) -> None:
+        """As `needed`; within a step the root opens too."""
+        self.needed(group)
+        if self._steps and not in_backward():
+            self._open_root()
+
+    def went_stale(self, group: ParamGroup) -> None:
+        """A resting parameter was written: nobody may go on with the old whole value."""
+        unit = self._unit_of[group]
+        if unit.depth:
+            unit.unshard()
+            unit.wait()
+        else:
+            unit.swap_out()
+
+    def refresh(self) -> None:
+        """Begin to make stale whole values that rest, and the root's, current: first those that forward needs first."""
+        for unit in (self.root, *self.forward_order, *self.units):
+            if unit.is_root or all(group.placements.keeps_whole_parameters for group in unit.groups):
+                unit.unshard()
+
+    def unit_of(self, group: ParamGroup) -> Unit:
+        """The unit that ``group`` belongs to."""
+        return self._unit_of[group]
+
+    @contextmanager
+    def held_open(self, unit: Unit, writeback: bool) -> Iterator[None]:
+        """Context in which ``unit`` is whole and its attributes are leaves, whatever else opens.
+
+        Raises:
+            RuntimeError: a parameter was written and ``writeback`` is false.
+        """
+        unit.unshard()
+        unit.wait()
+        unit.swap_in()
+        unit.depth += 1
+        try:
+            yield
+            for group in unit.groups:
+                group.settle_writes(writeback)
+        finally:
+            unit.depth -= 1
+            if unit.depth == 0:
+                unit.swap_out()
+                unit.reshard()
+
+    def close(self) -> None:
+        """Leave everything at rest; nothing is in flight afterwards."""
+        self.end_backward()
+        for unit in (self.root, *self.units):
+            unit.swap_out()
+            unit.reshard()
+
+    # Saved tensors
+
+    def _pack(self, tensor: Tensor) -> Any:
+        if type(tensor) not in _PACKABLE:
+            return tensor
+        group = self._held.get(storage_id(tensor))
+        if group is not None and group.model_dtype is tensor.dtype:
+            return _packed(self._unit_of[group], group, tensor)
+        # Hooks hide in-place changes from autograd's own check.
+        return tensor, 0 if tensor.is_inference() else tensor._version
+
+    def _unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, _PackedWeight):
+            return self._unpack_weight(packed)
+        if isinstance(packed, Tensor):
+            return packed
+        tensor, version = packed
+        if not tensor.is_inference() and tensor._version != version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation:"
+                f" a tensor of shape {tuple(tensor.shape)} is at version {tensor._version}, expected {version}."
+            )
+        return tensor  # type: ignore[no-any-return]
+
+    def _unpack_weight(self, packed: _PackedWeight) -> Tensor:
+        group = packed.group
+        if group.writes[packed.index] != packed.writes:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation:"
+                f" `{group.names[packed.index]}` was written after this forward. Run forward again before backward."
+            )
+        if in_backward():
+            self.open_in_backward(packed.unit)
+        else:
+            self.needed(group)
+        assert group.whole is not None
+        return group.whole.as_strided(packed.size, packed.stride, packed.offset)
+
+
+def _packed(unit: Unit, group: ParamGroup, tensor: Tensor) -> _PackedWeight:
+    offset = tensor.storage_offset()
+    index = group.layout.tensor_at(offset)
+    return _PackedWeight(unit, group, index, group.writes[index], offset, tensor.shape, tensor.stride())
+
+
+class WindowedForward:
+    """A module's ``forward`` inside a window. It stands on the instance: names and classes stay as they are.
+
+    Args:
+        module: whose forward is wrapped.
+        window: makes the context of each call; ``None`` once it is gone.
+    """
+
+    def __init__(self, module: nn.Module, window: Callable[[], Any]) -> None:
+        self._module = weakref.ref(module)
+        self._window = window
+        # A forward that someone put on the instance is called as it is; the class's is looked up, not held: a bound
+        # method here would keep the module alive.
+        self._patched: Callable[..., Any] | None = module.__dict__.get("forward")
+        self.__wrapped__ = type(module).forward
+        module.__dict__["forward"] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._window():
+            if self._patched is not None:
+                return self._patched(*args, **kwargs)
+            return self.__wrapped__(self._module(), *args, **kwargs)
+
+    def remove(self) -> None:
+        """Give the module its own forward back."""
+        module = self._module()
+        if module is None or module.__dict__.get("forward") is not self:
+            return
+        del module.__dict__["forward"]
+        if self._patched is not None:
+            module.__dict__["forward"] = self._patched
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copied module shares no window: its forward is its own."""
+        module = memo.get(id(self._module()))
+        if module is None:
+            raise RuntimeError("A forward inside a window cannot be copied without its module. Copy the module.")
+        return types.MethodType(self.__wrapped__, module)

@@ -1,0 +1,80 @@
+"""Runs a function on several gloo ranks, forked from the test process, and reports what the ranks raise."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+TIMEOUT = 60.0
+"""Seconds after which ranks count as hanging."""
+
+
+def _rank_main(rank: int, world_size: int, store: str, function: Callable[..., Any], args: tuple[Any, ...], pipe: Any) -> None:
+    torch.set_num_threads(1)
+    try:
+        timeout = datetime.timedelta(seconds=20)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timeout
+        )
+        # Not `send`: it would pass tensors as shared memory, which goes with this process.
+        pipe.send_bytes(pickle.dumps((True, function(rank, *args))))
+    except BaseException:
+        pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
+    finally:
+        pipe.close()
+        # Gloo aborts when references to its tensors outlive the group; nothing is left to do here but to leave.
+        os._exit(0)
+
+
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """``function(rank, *args)`` on ``world_size`` gloo ranks; its results, which must be picklable, by rank.
+
+    Raises:
+        AssertionError: a rank raised, with its traceback, or hangs.
+    """
+    context = get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        store = os.path.join(folder, "store")
+        pipes, processes = [], []
+        for rank in range(world_size):
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(target=_rank_main, args=(rank, world_size, store, function, args, sender))
+            process.start()
+            sender.close()
+            pipes.append(receiver)
+            processes.append(process)
+        try:
+            return _collect(pipes)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _collect(pipes: list[Any]) -> list[Any]:
+    results: list[Any] = [None] * len(pipes)
+    deadline = time.monotonic() + TIMEOUT
+    waiting = set(range(len(pipes)))
+    while waiting:
+        assert time.monotonic() < deadline, f"ranks {sorted(waiting)} hang"
+        for rank in sorted(waiting):
+            if not pipes[rank].poll(0.02):
+                continue
+            try:
+                done, result = pickle.loads(pipes[rank].recv_bytes())
+            except EOFError:
+                raise AssertionError(f"rank {rank} died") from None
+            assert done, f"rank {rank} raised:\n{result}"
+            results[rank] = result
+            waiting.discard(rank)
+    return results
