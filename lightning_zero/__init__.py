@@ -6,8 +6,17 @@ Importing this registers the strategies "zero1", "zero2" and "zero3".
 from lightning_zero.engine import gathered, no_sync, shard, unshard
 from lightning_zero.placements import STAGES
 from lightning_zero.precision import PrecisionRecipe
-from lightning_zero.strategy import ZeROStrategy, register_strategies  # type: ignore[attr-defined]
+from lightning_zero.strategy import PytorchLightningZeROStrategy, ZeROStrategy, register_strategies
 
-__all__ = ["STAGES", "PrecisionRecipe", "ZeROStrategy", "gathered", "no_sync", "shard", "unshard"]
+__all__ = [
+    "STAGES",
+    "PrecisionRecipe",
+    "PytorchLightningZeROStrategy",
+    "ZeROStrategy",
+    "gathered",
+    "no_sync",
+    "shard",
+    "unshard",
+]
 
 register_strategies()

@@ -48,7 +48,10 @@ class Flavour:
             yield
 
 
-_PACKAGES = {"lightning": ("lightning.pytorch", "lightning.fabric"), "pytorch_lightning": ("pytorch_lightning", "lightning_fabric")}
+_PACKAGES = {
+    "lightning": ("lightning.pytorch", "lightning.fabric"),
+    "pytorch_lightning": ("pytorch_lightning", "lightning_fabric"),
+}
 
 
 @cache

@@ -1,8 +1,8 @@
 """A plan applied to a model: its parameters become sharded in place, its forwards open windows.
 
-    shard(model, stage=3)       parameters at rest; `model(x)`, `loss.backward()`, `optimizer.step()` as ever
-    gathered(model)             whole parameters, by hand
-    unshard(model)              an ordinary model again
+shard(model, stage=3)       parameters at rest; `model(x)`, `loss.backward()`, `optimizer.step()` as ever
+gathered(model)             whole parameters, by hand
+unshard(model)              an ordinary model again
 """
 
 from __future__ import annotations
@@ -89,7 +89,9 @@ class Engine(GroupObserver):
 
     # Set-up
 
-    def _build_units(self, module: nn.Module, plan: Sequence[Sequence[tuple[str, nn.Module]]]) -> tuple[Unit, list[Unit]]:
+    def _build_units(
+        self, module: nn.Module, plan: Sequence[Sequence[tuple[str, nn.Module]]]
+    ) -> tuple[Unit, list[Unit]]:
         holders = _holders_of_parameters(module)
         homes = _homes(holders, plan)
         units = []

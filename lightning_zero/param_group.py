@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+import lightning_zero.sharded_ops  # noqa: F401  (gives sharded tensors their operations)
 from lightning_zero.collectives import Collectives, Pending
 from lightning_zero.flat_buffer import BufferPool, storage_id
 from lightning_zero.layout import FlatLayout
 from lightning_zero.placements import Placements
 from lightning_zero.precision import PrecisionRecipe
-import lightning_zero.sharded_ops  # noqa: F401  (gives sharded tensors their operations)
 from lightning_zero.sharded_parameter import ShardedParameter, ShardedTensor, Slicing
 from lightning_zero.whole_parameter import ConcealedParameter, WholeParameter
 
@@ -108,7 +108,9 @@ class ParamGroup:
         before = [list((parameter._backward_hooks or {}).values()) for parameter in parameters]
         after = [list((parameter._post_accumulate_grad_hooks or {}).values()) for parameter in parameters]
         self.parameters = [self._rest(i, parameter) for i, parameter in enumerate(parameters)]
-        self.leaves = [WholeParameter.of(p, i, self.model_dtype, not self._main_is_whole) for i, p in enumerate(self.parameters)]
+        self.leaves = [
+            WholeParameter.of(p, i, self.model_dtype, not self._main_is_whole) for i, p in enumerate(self.parameters)
+        ]
         self._hooked = [False] * len(self.leaves)
         self._pointed = False
         self._in_window = False
@@ -162,10 +164,10 @@ class ParamGroup:
     def _rest(self, index: int, parameter: nn.Parameter) -> ShardedParameter:
         """``parameter``, the same object, as a `ShardedParameter`."""
         fragment = self._fragment(self.main_weight, index)
-        sharded = ShardedParameter(
-            fragment, self.slicings[index], parameter.requires_grad, weakref.ref(self), index
+        sharded = ShardedParameter(fragment, self.slicings[index], parameter.requires_grad, weakref.ref(self), index)
+        sharded.__dict__.update(
+            {key: value for key, value in parameter.__dict__.items() if key not in sharded.__dict__}
         )
-        sharded.__dict__.update({key: value for key, value in parameter.__dict__.items() if key not in sharded.__dict__})
         _exchange(self.names[index], parameter, sharded)
         return parameter  # type: ignore[return-value]
 
@@ -297,9 +299,7 @@ class ParamGroup:
     def _written_leaves(self) -> list[int]:
         """Parameters whose whole values user code may have written since they were exposed."""
         return [
-            i
-            for i, (leaf, version) in enumerate(zip(self.leaves, self._exposed_versions))
-            if leaf._version != version
+            i for i, (leaf, version) in enumerate(zip(self.leaves, self._exposed_versions)) if leaf._version != version
         ]
 
     def keep_writes(self) -> None:

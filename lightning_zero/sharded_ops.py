@@ -207,6 +207,7 @@ def _one_by_one(func: Any, args: Sequence[Any], kwargs: dict[str, Any], lists: S
     """The operation on each row of the lists by itself, where sharded and plain tensors mix."""
     results = []
     for i in range(len(lists[0])):
+
         def row(value: Any, i: int = i) -> Any:
             return [value[i]] if isinstance(value, list | tuple) and len(value) == len(lists[0]) else value
 
@@ -279,7 +280,7 @@ def _boolean(func: Any, args: Sequence[Any], kwargs: dict[str, Any], op: str) ->
 def _vector_norm(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     tensor = args[0]
     order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
-    shaped = len(args) > 2 and (args[2] is not None or (len(args) > 3 and args[3])) or kwargs.get("keepdim", False)
+    shaped = (len(args) > 2 and (args[2] is not None or (len(args) > 3 and args[3]))) or kwargs.get("keepdim", False)
     if not isinstance(tensor, ShardedTensor) or shaped or kwargs.get("dim") or tensor.local_whole() is not None:
         return _on_whole(func, args, kwargs)
     return _norms([tensor], order, kwargs.get("dtype"))[0]

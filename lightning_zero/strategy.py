@@ -1,16 +1,16 @@
 """`ZeROStrategy`: Lightning's hooks, each a few lines that call the engine.
 
-    setup                   shard the module in place, then the user's optimizers over resting parameters
-    training_step, ...      a step of user code, in which the root opens
-    teardown                the module is whole and plain again
+setup                   shard the module in place, then the user's optimizers over resting parameters
+training_step, ...      a step of user code, in which the root opens
+teardown                the module is whole and plain again
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -30,7 +30,12 @@ from lightning_zero.placements import stage_placements
 from lightning_zero.precision import RECIPES, PrecisionRecipe
 from lightning_zero.units import UnitSpec
 
-__all__ = ["ZeROStrategy", "register_strategies", "strategy_class"]
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import DDPStrategy as _DDPStrategy
+else:
+    _DDPStrategy = object
+
+__all__ = ["PytorchLightningZeROStrategy", "ZeROStrategy", "register_strategies"]
 
 _DDP_ARGUMENTS = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view")
 """Accepted, because existing projects pass them, and without a meaning here."""
@@ -38,7 +43,7 @@ _DDP_ARGUMENTS = ("find_unused_parameters", "static_graph", "gradient_as_bucket_
 _START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
 
 
-class _ZeROMixin:
+class _ZeROMixin(_DDPStrategy):
     """The strategy over either flavour's ``DDPStrategy``, which supplies launchers, ranks and the process group.
 
     Args:
@@ -277,28 +282,24 @@ class _ZeROMixin:
                 )
 
 
-def strategy_class(flavour: Flavour) -> type:
-    """``ZeROStrategy`` for one flavour's Trainer."""
-    name = "ZeROStrategy" if flavour is installed_flavours()[0] else "PytorchLightningZeROStrategy"
-    members = {
-        "_flavour": flavour,
-        "__doc__": _ZeROMixin.__doc__,
-        "__module__": __name__,
-        "__qualname__": name,
-        "__init__": _ZeROMixin.__init__,
-    }
+def _strategy_class(flavour: Flavour, name: str) -> type[_ZeROMixin]:
+    """The strategy for one flavour's Trainer."""
+    # Bound by name in this module: so pickles, and LightningCLI's class paths, find the class again.
+    members = {"_flavour": flavour, "__doc__": _ZeROMixin.__doc__, "__module__": __name__, "__qualname__": name}
     return type(name, (_ZeROMixin, flavour.ddp_strategy), members)
 
 
-_classes = [strategy_class(flavour) for flavour in installed_flavours()]
-for _class in _classes:
-    # By this name pickles, and LightningCLI's class paths, find the class again.
-    globals()[_class.__name__] = _class
+_first, *_others = installed_flavours()
+
+ZeROStrategy = _strategy_class(_first, "ZeROStrategy")
+"""For ``lightning.pytorch.Trainer``, or ``pytorch_lightning.Trainer`` where only that is installed."""
+
+PytorchLightningZeROStrategy = _strategy_class(_others[0], "PytorchLightningZeROStrategy") if _others else ZeROStrategy
+"""For ``pytorch_lightning.Trainer``."""
 
 
 def register_strategies() -> None:
     """Make ``zero1``, ``zero2``, ``zero3`` and their launcher variants known to every installed Trainer, once."""
-    for kind in _classes:
-        registry = kind._flavour.registry  # type: ignore[attr-defined]
-        if "zero3" not in registry:
-            kind.register_strategies(registry)  # type: ignore[attr-defined]
+    for kind in {ZeROStrategy, PytorchLightningZeROStrategy}:
+        if "zero3" not in kind._flavour.registry:
+            kind.register_strategies(kind._flavour.registry)

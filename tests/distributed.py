@@ -19,7 +19,9 @@ TIMEOUT = 60.0
 """Seconds after which ranks count as hanging."""
 
 
-def _rank_main(rank: int, world_size: int, store: str, function: Callable[..., Any], args: tuple[Any, ...], pipe: Any) -> None:
+def _rank_main(
+    rank: int, world_size: int, store: str, function: Callable[..., Any], args: tuple[Any, ...], pipe: Any
+) -> None:
     torch.set_num_threads(1)
     try:
         timeout = datetime.timedelta(seconds=20)
