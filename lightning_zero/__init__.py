@@ -4,6 +4,7 @@ Importing this registers the strategies "zero1", "zero2" and "zero3".
 """
 
 from lightning_zero.engine import gathered, no_sync, shard, unshard
+from lightning_zero.held import held_bytes
 from lightning_zero.placements import STAGES
 from lightning_zero.precision import PrecisionRecipe
 from lightning_zero.strategy import PytorchLightningZeROStrategy, ZeROStrategy, register_strategies
@@ -14,6 +15,7 @@ __all__ = [
     "PytorchLightningZeROStrategy",
     "ZeROStrategy",
     "gathered",
+    "held_bytes",
     "no_sync",
     "shard",
     "unshard",

@@ -282,16 +282,18 @@ class ParamGroup:
     def _expose(self) -> None:
         assert self._whole is not None
         moves = not self.placements.keeps_whole_parameters or not self._pointed
-        with torch.inference_mode(False):
+        # A concealed leaf would take each of these for a use of its value.
+        with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
             for i, leaf in enumerate(self.leaves if moves else ()):
                 leaf.point_to(self.view(self._whole, i))
+            self._exposed_versions = [leaf._version for leaf in self.leaves]
         self._pointed = True
-        self._exposed_versions = [leaf._version for leaf in self.leaves]
 
     def _conceal(self) -> None:
         if not self.placements.keeps_whole_parameters:
-            for leaf, slicing in zip(self.leaves, self.slicings, strict=True):
-                leaf.point_to(self._placeholder.expand(slicing.shape))
+            with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
+                for leaf, slicing in zip(self.leaves, self.slicings, strict=True):
+                    leaf.point_to(self._placeholder.expand(slicing.shape))
         self._exposed_versions = []
         self._fresh = False
         self._show_leaves()
