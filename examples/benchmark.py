@@ -22,7 +22,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -44,15 +43,13 @@ MIN_WARMUP = 3
 HEAD_DIM = 64
 LEARNING_RATE = 1e-3
 SEED = 0
-# Advice of Lightning that has no meaning for a few batches of random tokens.
-QUIET = (".*LeafSpec.*", ".*num_workers.*", ".*multi-threaded.*fork.*")
 
 
 # One run: a fit of one contender, in a process of its own.
 
 
 def llama_config(args: argparse.Namespace) -> LlamaConfig:
-    """Heads of 64 and an MLP of 8/3 the width, as Llama has; 29,107,712 parameters by default."""
+    """Heads of 64 and an MLP of 8/3 the width, as Llama has; 29,106,688 parameters by default."""
     return LlamaConfig(
         vocab_size=args.vocab,
         hidden_size=args.hidden,
@@ -151,6 +148,7 @@ class Recorder(Callback):
             "traffic_per_step": self.traffic,
             "peak_bytes": peak_bytes(pl_module.device),
             "num_threads": torch.get_num_threads(),
+            "device": torch.cuda.get_device_name() if pl_module.device.type == "cuda" else platform.machine(),
             "numel": sum(parameter.numel() for parameter in pl_module.parameters()),
         }
         ranks: list[Any] = [None] * trainer.world_size
@@ -187,8 +185,6 @@ def build_strategy(contender: str, accelerator: str) -> Strategy:
 
 def fit(args: argparse.Namespace, path: Path) -> None:
     """Fit the one contender of ``args`` and let rank 0 write the ranks' measurements to ``path``."""
-    for message in QUIET:
-        warnings.filterwarnings("ignore", message)
     trainer = Trainer(
         strategy=build_strategy(args.strategies[0], args.accelerator),
         accelerator=args.accelerator,
@@ -302,14 +298,13 @@ def format_spread(values: dict[str, float] | None, digits: int) -> tuple[str, st
     return f"{values['median']:.{digits}f}", f"{values['min']:.{digits}f} - {values['max']:.{digits}f}"
 
 
-def environment(args: argparse.Namespace) -> dict[str, Any]:
+def environment() -> dict[str, Any]:
     """What the numbers depend on besides this script."""
     return {
         "command": shlex.join(["python", *sys.argv]),
         "python": platform.python_version(),
         **{name: version(name) for name in ("torch", "lightning", "transformers")},
         "cpus": os.cpu_count(),
-        "device": torch.cuda.get_device_name() if args.accelerator == "gpu" else platform.machine(),
     }
 
 
@@ -320,7 +315,7 @@ def report(args: argparse.Namespace, runs: list[dict[str, Any]], about: dict[str
     first = runs[0]["ranks"][0]
     memory = "peak MB/rank" if args.accelerator == "gpu" else "peak RSS MB/rank"
     print(f"""
-{first["numel"]:,} parameters, {args.devices} ranks on {args.accelerator}, {tokens} tokens per rank and step, \
+{first["numel"]:,} parameters, {args.devices} ranks on {first["device"]}, {tokens} tokens per rank and step, \
 {args.precision}, AdamW {args.optimizer}
 {args.rounds} rounds of {args.warmup} warm-up and {args.steps} timed steps; a run is the median of its steps on the \
 slowest rank; {seconds:.0f} s in all
@@ -408,7 +403,7 @@ def main() -> None:
     if args.write_ranks:
         fit(args, args.write_ranks)
         return
-    about = environment(args)
+    about = environment()
     print("\n".join(f"{name:<13}{value}" for name, value in about.items()), flush=True)
     started = time.perf_counter()
     runs = measure_all(args)

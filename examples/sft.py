@@ -320,23 +320,22 @@ class HeldBytes(Callback):
     """Measures the bytes of model state each rank holds: gradients before the update, the others after it."""
 
     def __init__(self) -> None:
-        self.local: dict[str, int] = {}
-        self.of_ranks: list[dict[str, int]] = []
+        self.local = dict.fromkeys(KINDS, 0)
+        self.of_ranks: list[list[int]] = []
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        self.local["gradients"] = lightning_zero.held_bytes(pl_module, trainer.optimizers)["gradients"]
+        self.local["gradients"] = int(lightning_zero.held_bytes(pl_module, trainer.optimizers).gradients)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         held = lightning_zero.held_bytes(pl_module, trainer.optimizers)
-        self.local |= {kind: held[kind] for kind in ("parameters", "optimizer")}
+        self.local |= {"parameters": int(held.parameters), "optimizer": int(held.optimizer)}
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         rows = torch.zeros(trainer.world_size, len(KINDS), dtype=torch.int64, device=pl_module.device)
         rows[trainer.global_rank] = torch.tensor([self.local[kind] for kind in KINDS])
-        rows = trainer.strategy.reduce(rows, reduce_op="sum")
-        self.of_ranks = [dict(zip(KINDS, row)) for row in rows.tolist()]
+        self.of_ranks = trainer.strategy.reduce(rows, reduce_op="sum").tolist()
 
 
 # The run: measure, train, measure, export.
@@ -351,7 +350,7 @@ def generate_answer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, 
     return " ".join(answer.split())
 
 
-def format_bytes_table(of_ranks: list[dict[str, int]], numel: int, stage: int, precision: str) -> str:
+def format_bytes_table(of_ranks: list[list[int]], numel: int, stage: int, precision: str) -> str:
     """One row of model-state bytes for the formula and one for each rank, each with its ratio to the formula."""
     main_itemsize = 2 if precision == "bf16-true" else 4
     formula = lightning_zero.STAGES[stage].bytes_per_rank(
@@ -362,7 +361,7 @@ def format_bytes_table(of_ranks: list[dict[str, int]], numel: int, stage: int, p
         optimizer_itemsize=2 * main_itemsize,  # two moments
     )
     expected = [getattr(formula, kind) for kind in KINDS]
-    rows = {"formula": expected} | {f"rank {r}": [held[kind] for kind in KINDS] for r, held in enumerate(of_ranks)}
+    rows = {"formula": expected} | {f"rank {rank}": held for rank, held in enumerate(of_ranks)}
     lines = [f"{'bytes':<8}" + "".join(f"{title:>15}" for title in (*KINDS, "total", "of formula"))]
     for title, cells in rows.items():
         cells_and_total = "".join(f"{cell:>15,.0f}" for cell in (*cells, sum(cells)))
@@ -375,7 +374,7 @@ def build_trainer(args: argparse.Namespace, callbacks: list[Callback]) -> Traine
         args.out, filename="sft", every_n_train_steps=args.max_steps, enable_version_counter=False
     )
     return Trainer(
-        strategy=f"zero{args.stage}",
+        strategy=f"zero{args.stage}" if args.stage else "ddp",
         accelerator=args.accelerator,
         devices=args.devices,
         precision=args.precision,
@@ -399,7 +398,7 @@ def parse_args() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
         description="Fine-tune a chat model on Python's own docstrings, on any ZeRO stage.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--stage", type=int, choices=range(4), default=3, help="ZeRO stage")
+    parser.add_argument("--stage", type=int, choices=range(4), default=3, help="ZeRO stage; 0 is Lightning's own DDP")
     parser.add_argument(
         "--devices", type=positive, default=argparse.SUPPRESS, help="processes (default: all GPUs, or 2)"
     )

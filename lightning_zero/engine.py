@@ -25,7 +25,7 @@ from lightning_zero.placements import STAGES, Placements, stage_placements
 from lightning_zero.precision import PrecisionRecipe
 from lightning_zero.reducer import Reducer
 from lightning_zero.sharded_parameter import ShardedParameter
-from lightning_zero.units import UnitSpec, find_units
+from lightning_zero.units import NamedModules, UnitSpec, find_units
 from lightning_zero.window import Unit, WindowedForward, Windows
 
 __all__ = ["AlreadyShardedError", "Engine", "engine_of", "gathered", "no_sync", "shard", "unshard"]
@@ -89,9 +89,7 @@ class Engine(GroupObserver):
 
     # Set-up
 
-    def _build_units(
-        self, module: nn.Module, plan: Sequence[Sequence[tuple[str, nn.Module]]]
-    ) -> tuple[Unit, list[Unit]]:
+    def _build_units(self, module: nn.Module, plan: Sequence[NamedModules]) -> tuple[Unit, list[Unit]]:
         holders = _holders_of_parameters(module)
         homes = _homes(holders, plan)
         units = []
@@ -116,8 +114,8 @@ class Engine(GroupObserver):
         built = [self._build_group(members, holders) for members in groups.values()]
         unit = Unit(name, built, is_root)
         for group in built:
-            for index, parameter in enumerate(group.parameters):
-                for holder in holders[parameter]:
+            for index, sharded in enumerate(group.parameters):
+                for holder in holders[sharded]:
                     unit.add_slot(holder.module, holder.attribute, holder.name, group, index)
         return unit
 
@@ -272,7 +270,7 @@ def _holders_of_parameters(module: nn.Module) -> dict[nn.Parameter, list[_Holder
             name = f"{path}.{attribute}" if path else attribute
             if isinstance(parameter, ShardedParameter):
                 raise AlreadyShardedError(
-                    f"`{name}` is sharded already. Call `lightning_zero.unshard(module)` first, and shard a module once."
+                    f"`{name}` is sharded already. Call `lightning_zero.unshard(module)` before it is sharded again."
                 )
             if isinstance(parameter, UninitializedParameter):
                 raise ValueError(
@@ -283,9 +281,7 @@ def _holders_of_parameters(module: nn.Module) -> dict[nn.Parameter, list[_Holder
     return holders
 
 
-def _homes(
-    holders: dict[nn.Parameter, list[_Holder]], plan: Sequence[Sequence[tuple[str, nn.Module]]]
-) -> dict[nn.Parameter, int | None]:
+def _homes(holders: dict[nn.Parameter, list[_Holder]], plan: Sequence[NamedModules]) -> dict[nn.Parameter, int | None]:
     """The unit of each parameter; ``None`` is the root, where parameters of several units go too."""
     number: dict[nn.Module, int] = {}
     for i, members in enumerate(plan):
@@ -304,7 +300,7 @@ def _window_of(windows: Windows, unit: Unit) -> Callable[[], Any]:
 
 
 def _forget_weak_references(module: nn.Module) -> None:
-    # RNNs keep weak references to their weights, only to notice a replacement; torch cannot exchange a tensor under one.
+    # RNNs keep weak references to their weights, only to notice a replacement; torch exchanges no tensor under one.
     for submodule in module.modules():
         if isinstance(submodule, nn.RNNBase):
             submodule._flat_weight_refs = []

@@ -44,7 +44,9 @@ def _weights(parameter: nn.Parameter) -> Iterator[Tensor]:
 def _state(optimizer: Optimizer) -> Iterator[Tensor]:
     for state in optimizer.state.values():
         # Step counters are bookkeeping of a few bytes, not state of the size of a parameter.
-        yield from (value for value in state.values() if isinstance(value, Tensor) and (value.ndim or value.numel() > 1))
+        yield from (
+            value for value in state.values() if isinstance(value, Tensor) and (value.ndim or value.numel() > 1)
+        )
 
 
 def _nbytes(tensors: Iterable[Tensor], seen: set[int]) -> int:

@@ -14,7 +14,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -169,7 +169,7 @@ class ParamGroup:
             {key: value for key, value in parameter.__dict__.items() if key not in sharded.__dict__}
         )
         _exchange(self.names[index], parameter, sharded)
-        return parameter  # type: ignore[return-value]
+        return cast(ShardedParameter, parameter)
 
     def _begin_resting_whole(self) -> None:
         if self._whole is None:
@@ -423,8 +423,8 @@ class ParamGroup:
         torch.Tensor.register_post_accumulate_grad_hook(leaf, arrive)
 
     def _arrive(self, index: int, leaf: Tensor) -> None:
-        grad = _raw_grad.__get__(leaf)  # type: ignore[attr-defined]
-        _raw_grad.__set__(leaf, None)  # type: ignore[attr-defined]
+        grad = _raw_grad.__get__(leaf)
+        _raw_grad.__set__(leaf, None)
         with torch.no_grad():
             if self._gradient is None:
                 self._gradient = self._pool.take(self.layout.total, self.reduce_dtype)
@@ -567,7 +567,8 @@ class ParamGroup:
         self.main_grad = None
 
 
-_raw_grad = torch.Tensor.grad
+# Past the property of the leaf's class, which leads to the resting parameter.
+_raw_grad = cast(Any, torch.Tensor.grad)
 
 _OWN_ATTRIBUTES = {"_fragment", "_slicing", "_owner", "_index"}
 

@@ -93,8 +93,9 @@ class Placements:
     ) -> StateBytes:
         """Model state one rank holds at rest, without padding and without units in flight.
 
-        With fp32 throughout (``main_itemsize=4``) and Adam (two fp32 moments, ``optimizer_itemsize=8``), psi parameters
-        on N ranks take 16 psi (stage 0), 8 psi + 8 psi / N (stage 1), 4 psi + 12 psi / N (stage 2), 16 psi / N (stage 3).
+        With fp32 throughout (``main_itemsize=4``) and Adam (two fp32 moments, ``optimizer_itemsize=8``), psi
+        parameters on N ranks take 16 psi (stage 0), 8 psi + 8 psi / N (stage 1), 4 psi + 12 psi / N (stage 2),
+        16 psi / N (stage 3).
 
         Args:
             numel: psi, the number of trainable parameters.

@@ -66,7 +66,7 @@ class Reducer:
         if self._running or torch._C._current_graph_task_id() == -1:
             return
         self._running = True
-        torch.autograd.Variable._execution_engine.queue_callback(self.finish)  # type: ignore[attr-defined]
+        torch.autograd.Variable._execution_engine.queue_callback(self.finish)
         if self._agreed < AGREEMENTS:
             self._agree_on_order()
         self._completed.clear()

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
-from typing import Any
+from functools import cache, partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -120,7 +120,7 @@ def _value_free(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 def _elementwise(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     written = _written(func, args, kwargs)
-    lead = written[0] if written else next(value for value in _tensors(args, kwargs) if isinstance(value, Sharded))
+    lead: Any = written[0] if written else next(value for value in _tensors(args, kwargs) if isinstance(value, Sharded))
     if any(isinstance(value, ShardedView) for value in _tensors(args, kwargs)) or _writes_plain(func, args, kwargs):
         return _on_whole(func, args, kwargs)
     try:
@@ -170,7 +170,9 @@ def _wrapped(out: Any, lead: ShardedTensor) -> Any:
 
 def _on_lists(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     lists = [value for value in (*args, *kwargs.values()) if _is_tensor_list(value)]
-    leads = [next((item for item in row if isinstance(item, ShardedTensor)), None) for row in zip(*lists, strict=True)]
+    leads: list[Any] = [
+        next((item for item in row if isinstance(item, ShardedTensor)), None) for row in zip(*lists, strict=True)
+    ]
     if None in leads or _writes_plain(func, args, kwargs):
         return _one_by_one(func, args, kwargs, lists)
     written = _written(func, args, kwargs)
@@ -205,7 +207,7 @@ def _local_list(value: Any, leads: Sequence[Any], keep: Sequence[int]) -> Any:
 
 def _one_by_one(func: Any, args: Sequence[Any], kwargs: dict[str, Any], lists: Sequence[Any]) -> Any:
     """The operation on each row of the lists by itself, where sharded and plain tensors mix."""
-    results = []
+    results: list[Any] = []
     for i in range(len(lists[0])):
 
         def row(value: Any, i: int = i) -> Any:
@@ -370,15 +372,15 @@ def _view(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
     def replay(whole: Tensor, pick: int | None = None) -> Tensor:
         start = viewed.view_of(whole) if isinstance(viewed, ShardedView) else whole
-        out = func(start, *rest, **kwargs)
-        return out if pick is None else out[pick]  # type: ignore[no-any-return]
+        out: Any = func(start, *rest, **kwargs)
+        return cast(Tensor, out if pick is None else out[pick])
 
     slicing = base.slicing
     like = torch.empty_strided(slicing.shape, slicing.stride, dtype=base.dtype, device="meta")
     several = func(viewed.view_of(like) if isinstance(viewed, ShardedView) else like, *rest, **kwargs)
     if isinstance(several, Tensor):
         return ShardedView(base, replay)
-    return [ShardedView(base, lambda whole, pick=i: replay(whole, pick)) for i in range(len(several))]
+    return [ShardedView(base, partial(replay, pick=i)) for i in range(len(several))]
 
 
 # Whole values
@@ -452,5 +454,5 @@ def _tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:
 install(dispatch)
 
 # Without these two lists torch's optimizers and clipping would loop over parameters in Python.
-for _types in (_optimizer_types, _utility_types):
+for _types in cast(tuple[list[type], ...], (_optimizer_types, _utility_types)):
     _types.extend(kind for kind in (ShardedTensor, ShardedParameter) if kind not in _types)

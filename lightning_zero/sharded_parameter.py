@@ -167,7 +167,7 @@ class ShardedTensor(torch.Tensor):
         owner: weakref.ref[Owner] | None = None,
         index: int = -1,
     ) -> ShardedTensor:
-        self: ShardedTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        self: ShardedTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             slicing.shape,
             strides=slicing.stride,
@@ -267,7 +267,7 @@ class ShardedTensor(torch.Tensor):
         """Raises `RawMemoryError`."""
         _refuse(self._slicing.name, "`untyped_storage()`")
 
-    def storage(self) -> NoReturn:  # type: ignore[override]
+    def storage(self) -> NoReturn:
         """Raises `RawMemoryError`."""
         _refuse(self._slicing.name, "`storage()`")
 
@@ -309,7 +309,7 @@ class ShardedParameter(ShardedTensor):
     _is_param = True
 
     @property
-    def grad(self) -> Tensor | None:  # type: ignore[override]
+    def grad(self) -> Tensor | None:
         """The mean gradient over ranks, or ``None``."""
         owner = self.owner
         return self.__dict__.get("_own_grad") if owner is None else owner.get_grad(self._index)
@@ -367,7 +367,7 @@ class ShardedView(torch.Tensor):
     def __new__(cls: type[ShardedView], base: ShardedTensor, replay: Callable[[Tensor], Tensor]) -> ShardedView:
         slicing = base.slicing
         like = replay(torch.empty_strided(slicing.shape, slicing.stride, dtype=base.dtype, device="meta"))
-        self: ShardedView = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        self: ShardedView = torch.Tensor._make_wrapper_subclass(
             cls,
             like.shape,
             strides=like.stride(),

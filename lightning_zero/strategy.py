@@ -131,6 +131,7 @@ class _ZeROMixin(_DDPStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         self._interrupted = False
+        assert self.model is not None and self.lightning_module is not None
         fitting = trainer.state.fn == self._flavour.fitting
         if fitting and self._layer_sync:
             self.model = self._layer_sync.apply(self.model)
@@ -149,6 +150,7 @@ class _ZeROMixin(_DDPStrategy):
 
     def model_to_device(self) -> None:
         # Parameters go to the device as shards; what is not sharded goes now.
+        assert self.model is not None
         for module in self.model.modules():
             if isinstance(module, Metric):
                 module.to(self.root_device)
@@ -165,6 +167,7 @@ class _ZeROMixin(_DDPStrategy):
     def _leave(self, engine: Engine) -> None:
         """Make the module plain, where all ranks got here and the host has room for it."""
         module = self.lightning_module
+        assert module is not None
         if self._interrupted:
             # Other ranks may never arrive: a collective here would hide the exception behind a hang.
             engine.abandon()

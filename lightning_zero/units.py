@@ -16,12 +16,13 @@ from collections.abc import Callable, Iterable, Sequence
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-__all__ = ["UnitSpec", "UnknownUnitError", "find_units"]
+__all__ = ["NamedModules", "UnitSpec", "UnknownUnitError", "find_units"]
 
 UnitSpec = Callable[[nn.Module], bool] | Iterable[type[nn.Module] | str]
 """A predicate on modules, or classes given as types or as names."""
 
 NamedModules = list[tuple[str, nn.Module]]
+"""Modules with their full names; one unit, where it stands in a list."""
 
 LARGEST_SHARE = 1 / 8
 """An element of a ``ModuleList`` or ``Sequential`` is a unit if it holds at most this part of all parameters."""
@@ -65,7 +66,7 @@ def _matching(root: nn.Module, spec: UnitSpec) -> NamedModules:
                 f" `{type(root).__name__}`. Name a class instead: `units=[{_example_class(root)}]`."
             )
         return found
-    classes = [spec] if isinstance(spec, (str, type)) else list(spec)  # type: ignore[arg-type]
+    classes = [spec] if isinstance(spec, (str, type)) else list(spec)
     for wanted in classes:
         if not isinstance(wanted, (str, type)):
             raise UnknownUnitError(

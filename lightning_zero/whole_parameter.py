@@ -10,7 +10,7 @@ writes on it (`grad`, `requires_grad`, hooks) reaches the resting parameter.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,9 @@ from lightning_zero.sharded_parameter import Owner, ShardedParameter, call_savin
 
 __all__ = ["ConcealedParameter", "WholeParameter"]
 
-_raw_data = torch.Tensor.data
-_raw_requires_grad = torch.Tensor.requires_grad
+# Torch's own attributes, past the properties below.
+_raw_data = cast(Any, torch.Tensor.data)
+_raw_requires_grad = cast(Any, torch.Tensor.requires_grad)
 
 
 class WholeParameter(nn.Parameter):
@@ -50,16 +51,16 @@ class WholeParameter(nn.Parameter):
 
     def point_to(self, whole: Tensor) -> None:
         """Become a view of ``whole``, which has the parameter's shape."""
-        _raw_data.__set__(self, whole)  # type: ignore[attr-defined]
+        _raw_data.__set__(self, whole)
 
     def follow_requires_grad(self) -> None:
         """Take ``requires_grad`` from the resting parameter."""
         wanted = self._resting.requires_grad
-        if _raw_requires_grad.__get__(self) != wanted:  # type: ignore[attr-defined]
-            _raw_requires_grad.__set__(self, wanted)  # type: ignore[attr-defined]
+        if _raw_requires_grad.__get__(self) != wanted:
+            _raw_requires_grad.__set__(self, wanted)
 
     @property
-    def grad(self) -> Tensor | None:  # type: ignore[override]
+    def grad(self) -> Tensor | None:
         """The resting parameter's gradient."""
         return self._resting.grad
 
@@ -72,13 +73,13 @@ class WholeParameter(nn.Parameter):
         self._resting.grad = None
 
     @property
-    def requires_grad(self) -> bool:  # type: ignore[override]
+    def requires_grad(self) -> bool:
         """Whether the parameter is trained; assigning reaches the resting parameter."""
-        return bool(_raw_requires_grad.__get__(self))  # type: ignore[attr-defined]
+        return bool(_raw_requires_grad.__get__(self))
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
-        _raw_requires_grad.__set__(self, value)  # type: ignore[attr-defined]
+        _raw_requires_grad.__set__(self, value)
         self._resting.requires_grad_(value)
 
     def requires_grad_(self, requires_grad: bool = True) -> WholeParameter:
@@ -87,11 +88,11 @@ class WholeParameter(nn.Parameter):
         return self
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         """The whole value without gradient; writes through it are folded back when the window closes."""
         if self._counts_data_writes:
             return self.detach()
-        return _raw_data.__get__(self)  # type: ignore[attr-defined,no-any-return]
+        return cast(Tensor, _raw_data.__get__(self))
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -116,10 +117,10 @@ class ConcealedParameter(WholeParameter):
     """A leaf whose buffer may be gone: any use of its value opens the window first."""
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         """The whole value without gradient, after the window has opened."""
         _open(self)
-        return WholeParameter.data.__get__(self)  # type: ignore[attr-defined,no-any-return]
+        return cast(Tensor, cast(Any, WholeParameter.data).__get__(self))
 
     @data.setter
     def data(self, value: Tensor) -> None:

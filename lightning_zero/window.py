@@ -3,8 +3,9 @@
     forward    enter 0 | enter 1 | ... | enter n      gather k + 1 while k computes, free k when k + 1 opens
     backward   open n | ... | open 1 | open 0         the same in reverse, opened by autograd itself
 
-In a unit's window the module's attributes are plain leaves; outside they are resting parameters. Autograd never holds
-a whole buffer that does not rest: a saved weight is packed as a place in a buffer, and unpacking opens the window again.
+In a unit's window the module's attributes are plain leaves; outside they are resting parameters. Autograd never
+holds a whole buffer that does not rest: a saved weight is packed as a place in a buffer, and unpacking opens the window
+again.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +36,8 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-class _Slot(NamedTuple):
+@dataclass(frozen=True)
+class _Slot:
     """One attribute of one module that holds a parameter; tied parameters have several."""
 
     module: weakref.ref[nn.Module]
@@ -42,6 +45,14 @@ class _Slot(NamedTuple):
     name: str
     group: ParamGroup
     index: int
+
+    def exchange(self, old: Tensor, new: Tensor) -> bool:
+        """Put ``new`` where ``old`` is; false if something else is there."""
+        module = self.module()
+        if module is None or module._parameters.get(self.attribute) is not old:
+            return False
+        module._parameters[self.attribute] = cast(nn.Parameter, new)
+        return True
 
 
 class Unit:
@@ -102,10 +113,9 @@ class Unit:
             module = slot.module()
             if module is None:
                 continue
-            current = module._parameters.get(slot.attribute)
-            if current is None or (
-                current is not slot.group.parameters[slot.index] and isinstance(current, nn.Parameter)
-            ):
+            current: Tensor | None = module._parameters.get(slot.attribute)
+            known = (slot.group.parameters[slot.index], slot.group.leaves[slot.index])
+            if current is None or (isinstance(current, nn.Parameter) and all(current is not one for one in known)):
                 raise ReplacedParameterError(
                     f"`{slot.name}` was {'removed' if current is None else 'replaced'} after the model was sharded, so"
                     " it would not be trained. Change the model in `configure_model`, or assign values in place:"
@@ -119,12 +129,11 @@ class Unit:
         self.swapped = True
         for group in self.groups:
             group.in_window = True
-        for module_ref, attribute, _, group, index in self._slots:
-            module = module_ref()
-            if module is not None and module._parameters.get(attribute) is group.parameters[index]:
-                group.leaves[index].follow_requires_grad()
-                group.hook_leaf(index)
-                module._parameters[attribute] = group.leaves[index]
+        for slot in self._slots:
+            leaf = slot.group.leaves[slot.index]
+            if slot.exchange(slot.group.parameters[slot.index], leaf):
+                leaf.follow_requires_grad()
+                slot.group.hook_leaf(slot.index)
 
     def swap_out(self) -> None:
         """Let module attributes be resting parameters again."""
@@ -133,13 +142,12 @@ class Unit:
         self.swapped = False
         for group in self.groups:
             group.in_window = False
-        for module_ref, attribute, _, group, index in self._slots:
-            module = module_ref()
-            if module is not None and module._parameters.get(attribute) is group.leaves[index]:
-                module._parameters[attribute] = group.parameters[index]
+        for slot in self._slots:
+            slot.exchange(slot.group.leaves[slot.index], slot.group.parameters[slot.index])
 
 
-class _PackedWeight(NamedTuple):
+@dataclass(frozen=True)
+class _PackedWeight:
     """A saved tensor that is a view of a whole buffer."""
 
     unit: Unit
@@ -441,7 +449,7 @@ class Windows:
 
 
 def _packed(unit: Unit, group: ParamGroup, tensor: Tensor) -> _PackedWeight:
-    offset = tensor.storage_offset()
+    offset = int(tensor.storage_offset())
     index = group.layout.tensor_at(offset)
     return _PackedWeight(unit, group, index, group.writes[index], offset, tensor.shape, tensor.stride())
 

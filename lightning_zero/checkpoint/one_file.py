@@ -108,8 +108,8 @@ def shard_optimizer_state(optimizer: Optimizer, state_dict: Mapping[str, Any]) -
     saved_sizes = [len(group["params"]) for group in state_dict["param_groups"]]
     if sizes != saved_sizes:
         raise ValueError(
-            f"the checkpoint's {type(optimizer).__name__} has parameter groups of {saved_sizes} parameters, this one has"
-            f" {sizes}. Build the optimizer in `configure_optimizers` as it was when the checkpoint was written."
+            f"the checkpoint's {type(optimizer).__name__} has parameter groups of {saved_sizes} parameters, this one"
+            f" has {sizes}. Build the optimizer in `configure_optimizers` as it was when the checkpoint was written."
         )
     by_key = dict(zip(keys, parameters, strict=True))
     state = {
