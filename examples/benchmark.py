@@ -169,7 +169,7 @@ def per_step(counter: dict[str, int], steps: int) -> dict[str, float]:
 def peak_bytes(device: torch.device) -> int:
     """Most memory this process has held so far, bytes: allocated on its GPU, else resident on the host."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+        return int(torch.cuda.max_memory_allocated(device))
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
@@ -249,7 +249,8 @@ def sent_bytes(ranks: list[dict[str, Any]]) -> float | None:
     traffic = ranks[0]["traffic_per_step"]
     if traffic is None:
         return None
-    return sum(traffic["nbytes"].values()) * (len(ranks) - 1) / len(ranks)
+    nbytes: float = sum(traffic["nbytes"].values())
+    return nbytes * (len(ranks) - 1) / len(ranks)
 
 
 # The report.

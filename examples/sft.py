@@ -8,8 +8,8 @@
     python examples/sft.py --stage 2 --max-steps 100
     python examples/sft.py --model HuggingFaceTB/SmolLM2-360M-Instruct --precision bf16-mixed
 
-The only network it needs is a package registry, once. The model rests in `~/.cache/lightning_zero`, or in the folder that
-`LIGHTNING_ZERO_CACHE` names.
+The only network it needs is a package registry, once. `LIGHTNING_ZERO_CACHE` names the folder that keeps the model, by
+default `~/.cache/lightning_zero`.
 """
 
 import argparse

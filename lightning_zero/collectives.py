@@ -9,6 +9,7 @@ With one rank, and no process group, each is a local copy or nothing, and counts
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +23,9 @@ __all__ = ["Collectives", "Pending"]
 # Newer releases rename these two and warn on the old names.
 _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 _REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+
+# One for each process group, however often modules are sharded over it.
+_flags_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
 TakeBuffer = Callable[[int, torch.dtype], Tensor]
 
@@ -79,8 +83,11 @@ class Collectives:
             group = dist.group.WORLD
         if group is None or dist.get_world_size(group) == 1:
             return cls(None, device)
-        ranks = dist.get_process_group_ranks(group)
-        return cls(group, device, dist.new_group(ranks, backend="gloo"))
+        if group not in _flags_groups:
+            timeout = group._get_backend(device).options._timeout
+            ranks = dist.get_process_group_ranks(group)
+            _flags_groups[group] = dist.new_group(ranks, timeout, backend="gloo")
+        return cls(group, device, _flags_groups[group])
 
     def reset_counts(self) -> None:
         """Set all counters to zero."""

@@ -86,6 +86,10 @@ class Engine(GroupObserver):
         for unit, members in zip(self.units, plan, strict=True):
             for _, member in members:
                 self._forwards.append(WindowedForward(member, _window_of(self.windows, unit)))
+        self.pool.trim()
+        # Groups, windows and reductions refer to each other; without the module nobody needs them, and their memory
+        # should not wait for a garbage collection.
+        weakref.finalize(module, self._dissolve).atexit = False
 
     # Set-up
 
@@ -119,9 +123,7 @@ class Engine(GroupObserver):
                     unit.add_slot(holder.module, holder.attribute, holder.name, group, index)
         return unit
 
-    def _build_group(
-        self, parameters: Sequence[Tensor], holders: dict[Tensor, list[_Holder]]
-    ) -> ParamGroup:
+    def _build_group(self, parameters: Sequence[Tensor], holders: dict[Tensor, list[_Holder]]) -> ParamGroup:
         names = [holders[parameter][0].name for parameter in parameters]
         return ParamGroup(names, parameters, self.placements, self._recipe, self.collectives, self.pool, self._held)
 
@@ -224,6 +226,13 @@ class Engine(GroupObserver):
         for unit in (self.root, *self.units):
             unit.swap_out()
         self._remove_windows()
+
+    def _dissolve(self) -> None:
+        for group in self.groups:
+            group.observer = GroupObserver()
+        for collection in (self.groups, self.units, self._forwards, self._held):
+            collection.clear()
+        del self.reducer, self.windows, self.root
 
     def _remove_windows(self) -> None:
         for forward in self._forwards:

@@ -361,11 +361,12 @@ class ParamGroup:
         return self.view(self.whole_main_weight(), index)
 
     def whole_main_weight(self, purpose: str = "fragment") -> Tensor:
-        """All main weights, shape (layout.total,), in a pooled buffer: a collective where they are sharded."""
+        """All main weights, shape (layout.total,): a collective where they are sharded."""
         if self.layout.num_shards == 1:
             return self.main_weight
         with torch.inference_mode(False), torch.no_grad():
-            whole = self._pool.take(self.layout.total, self.main_dtype)
+            # Not pooled: it is needed rarely, and in mixed precision its size occurs nowhere else.
+            whole = torch.empty(self.layout.total, dtype=self.main_dtype, device=self._pool.device)
             self._collectives.all_gather(whole, self.main_weight, purpose).wait()
         return whole
 

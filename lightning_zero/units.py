@@ -11,7 +11,8 @@ Pure: modules are only looked at.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
 
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
@@ -100,48 +101,38 @@ def _no_split_classes(root: nn.Module) -> set[str]:
 
 def _outermost(root: nn.Module, matches: Callable[[nn.Module], bool]) -> NamedModules:
     """Matching descendants of ``root`` that hold parameters, not looking inside a match."""
-    found: NamedModules = []
-    seen: set[nn.Module] = {root}
+    return list(_descend("", root, {root}, lambda parent, child: matches(child)))
 
-    def visit(prefix: str, parent: nn.Module) -> None:
-        for name, child in parent.named_children():
-            if child in seen:
-                continue
-            seen.add(child)
-            path = f"{prefix}{name}"
-            if matches(child) and _numel(child):
-                found.append((path, child))
-            else:
-                visit(f"{path}.", child)
 
-    visit("", root)
-    return found
+def _descend(
+    prefix: str, parent: nn.Module, seen: set[nn.Module], matches: Callable[[nn.Module, nn.Module], bool]
+) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in parent.named_children():
+        if child in seen:
+            continue
+        seen.add(child)
+        path = f"{prefix}{name}"
+        if matches(parent, child) and _numel(child):
+            yield path, child
+        else:
+            yield from _descend(f"{path}.", child, seen, matches)
 
 
 def _container_elements(root: nn.Module) -> list[NamedModules]:
     total = _numel(root)
-    units: list[NamedModules] = []
-    seen: set[nn.Module] = {root}
-
-    def visit(prefix: str, parent: nn.Module) -> None:
-        siblings: NamedModules = []
-        elements = isinstance(parent, (nn.ModuleList, nn.Sequential)) and not isinstance(parent, ParametrizationList)
-        for name, child in parent.named_children():
-            if child in seen:
-                continue
-            seen.add(child)
-            path = f"{prefix}{name}"
-            if elements and 0 < _numel(child) <= total * LARGEST_SHARE:
-                siblings.append((path, child))
-            else:
-                visit(f"{path}.", child)
-        units.extend(_merged(siblings, min(MERGED_NUMEL, int(total * LARGEST_SHARE))))
-
-    visit("", root)
-    return units
+    largest = total * LARGEST_SHARE
+    elements = _descend("", root, {root}, lambda parent, child: _is_list(parent) and _numel(child) <= largest)
+    limit = min(MERGED_NUMEL, int(largest))
+    # Siblings share the path up to their own name.
+    siblings = groupby(elements, key=lambda named: named[0].rpartition(".")[0])
+    return [unit for _, members in siblings for unit in _merged(members, limit)]
 
 
-def _merged(siblings: NamedModules, limit: int) -> Sequence[NamedModules]:
+def _is_list(module: nn.Module) -> bool:
+    return isinstance(module, nn.ModuleList | nn.Sequential) and not isinstance(module, ParametrizationList)
+
+
+def _merged(siblings: Iterable[tuple[str, nn.Module]], limit: int) -> Sequence[NamedModules]:
     """Consecutive siblings, joined while together they hold at most ``limit`` elements."""
     merged: list[NamedModules] = []
     held = limit + 1

@@ -126,6 +126,9 @@ class ConcealedParameter(WholeParameter):
     def data(self, value: Tensor) -> None:
         self._resting.data = value
 
+    def __repr__(self) -> str:
+        return f"ConcealedParameter({self._resting!r})"
+
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None

@@ -10,6 +10,7 @@ again.
 
 from __future__ import annotations
 
+import inspect
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -470,6 +471,11 @@ class WindowedForward:
         self._patched: Callable[..., Any] | None = module.__dict__.get("forward")
         self.__wrapped__ = type(module).forward
         module.__dict__["forward"] = self
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """The module's own, which libraries read to see what a model accepts."""
+        return inspect.signature(self._patched or types.MethodType(self.__wrapped__, self._module()))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._window():

@@ -1,4 +1,4 @@
-"""Trains a row of the case list on two sharded ranks, and its twin: the same module, one plain device, both ranks' data.
+"""Trains a row of the case list on two sharded ranks, and its twin: one plain device with both ranks' data.
 
     batches     [(x0 of both ranks, y0 of both ranks), ...]      rank r takes the r-th half of every tensor
     twin        the whole tensors: a mean over them is the average of the ranks' means
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -132,7 +132,8 @@ class Run:
     """The module's ``record``."""
     metrics: dict[str, float] = field(default_factory=dict)
     steps: int = 0
-    num_units: int = 0
+    in_units: set[str] = field(default_factory=set)
+    """Names of the parameters that units hold; the others are the root's."""
 
 
 def whole_parameters(module: nn.Module) -> dict[str, Tensor]:
@@ -151,7 +152,7 @@ class _Recorder(Callback):
         if engine is not None:
             # A read of memory that was given back shows as NaN.
             engine.pool.poison = True
-            self._run.num_units = len(engine.units)
+            self._run.in_units = {name for unit in engine.units for group in unit.groups for name in group.names}
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: Any, *_: Any) -> None:
         if isinstance(outputs, Mapping):
@@ -260,7 +261,7 @@ def assert_trained_as(
     Args:
         make: loads ``checkpoint`` in this process, which knows no strategy.
     """
-    assert runs[0].num_units > 0, "the row is to be tried on a model with units"
+    assert runs[0].in_units, "the row is to be tried on a model with units"
     assert_same_on_all_ranks(runs)
     assert_close(runs[0].live, twin.live, tolerance)
     assert_close(runs[0].after, twin.after, tolerance)
@@ -285,6 +286,6 @@ def mean_losses(runs: Sequence[Run]) -> list[float]:
 __all__ = [
     "STAGES", "TOLERANCE", "WORLD_SIZE", "Block", "Regression", "Run", "assert_close", "assert_same_on_all_ranks",
     "assert_trained_as", "fit_once", "fit_plain", "fit_ranks", "launched", "loader", "make_trainer", "mean_losses",
-    "nullcontext", "read_checkpoint", "setup_module", "share", "teardown_module", "tokens", "trunk", "vectors",
+    "read_checkpoint", "setup_module", "share", "teardown_module", "tokens", "trunk", "vectors",
     "whole_parameters",
 ]  # fmt: skip

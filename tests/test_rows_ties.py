@@ -111,7 +111,7 @@ class TwoBranches(Regression):
     def __init__(self) -> None:
         super().__init__()
         shared = nn.Linear(5, 3)
-        self.trunk = trunk(5)
+        self.trunk = trunk(5, depth=12)
         self.branches = nn.ModuleList([Branch(shared), Branch(shared)])
 
     def forward(self, x: Tensor) -> Tensor:
@@ -126,6 +126,7 @@ def test_a2_one_layer_in_two_branches_trains_as_one(stage: int, tmp_path: Path) 
     runs = fit_ranks(stage, TwoBranches, vectors(3, 5, 3), tmp_path / "last.ckpt")
     assert_trained_as(twin, runs, tmp_path / "last.ckpt", TwoBranches)
     assert {"branches.0.shared.weight", "branches.1.shared.weight"} <= twin.after.keys()
+    assert {"branches.0.shared.weight", "branches.1.own.weight"} <= runs[0].in_units
 
 
 class SharedBias(Regression):
@@ -149,6 +150,7 @@ def test_a5_a_bias_alone_may_be_shared_across_levels(stage: int, tmp_path: Path)
     runs = fit_ranks(stage, SharedBias, vectors(3, 4, 3), tmp_path / "last.ckpt")
     assert_trained_as(twin, runs, tmp_path / "last.ckpt", SharedBias)
     assert torch.equal(runs[0].after["first.bias"], runs[0].after["blocks.4.linear.bias"])
+    assert "blocks.4.linear.weight" in runs[0].in_units and "first.bias" not in runs[0].in_units
 
 
 class TiedEndsAndAnUnusedLayer(Regression):
