@@ -171,7 +171,7 @@ def peak_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * unit
 
 
 def build_strategy(contender: str, accelerator: str) -> Strategy:
@@ -306,6 +306,7 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         **{name: version(name) for name in ("torch", "lightning", "transformers")},
         "cpus": os.cpu_count(),
+        "load": round(os.getloadavg()[0], 2),
     }
 
 

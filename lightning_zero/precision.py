@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["RECIPES", "PrecisionRecipe"]
+__all__ = ["PrecisionRecipe"]
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,3 @@ class PrecisionRecipe:
     def reduce_dtype(self, own: torch.dtype) -> torch.dtype:
         """Dtype of the whole gradient buffer and of the reduction."""
         return self.reduce if self.reduce is not None and own.is_floating_point else self.model_dtype(own)
-
-
-RECIPES: dict[str, PrecisionRecipe] = {
-    "32-true": PrecisionRecipe(),
-    "64-true": PrecisionRecipe(),
-    "16-true": PrecisionRecipe(),
-    "bf16-true": PrecisionRecipe(),
-    "bf16-mixed": PrecisionRecipe(compute=torch.bfloat16),
-    "16-mixed": PrecisionRecipe(compute=torch.float16),
-}
-"""By Lightning's ``precision`` flag. The "true" rows name no dtype: Lightning casts the module itself before set-up."""

@@ -155,7 +155,7 @@ class _Recorder(Callback):
             self._run.in_units = {name for unit in engine.units for group in unit.groups for name in group.names}
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: Any, *_: Any) -> None:
-        if isinstance(outputs, Mapping):
+        if outputs:  # manual optimization returns none
             self._run.losses.append(float(outputs["loss"]))
 
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
@@ -194,6 +194,7 @@ def fit_once(
     rank: int,
     checkpoint: Path | None,
     ckpt_path: Path | None = None,
+    validation: Batches | None = None,
     **arguments: Any,
 ) -> Run:
     """Fit a new module and tell what this process saw."""
@@ -204,7 +205,8 @@ def fit_once(
     callbacks = [*arguments.pop("callbacks", ()), _Recorder(run, checkpoint)]
     trainer = make_trainer(strategy, callbacks=callbacks, **arguments)
     # The checkpoints are ours, and hold hyperparameters and tensors only.
-    trainer.fit(module, loader(batches), ckpt_path=ckpt_path, weights_only=True)
+    val = None if validation is None else loader(validation)
+    trainer.fit(module, loader(batches), val, ckpt_path=ckpt_path, weights_only=True)
     run.after = {name: value.detach().clone() for name, value in module.state_dict().items()}
     run.record = getattr(module, "record", [])
     run.metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -222,10 +224,12 @@ def fit_ranks(
 ) -> list[Run]:
     """Fit on two ranks at ``stage``; what each saw. ``checkpoint`` is written at the end of training."""
     strategy = arguments.pop("strategy", f"zero{stage}")
+    validation = arguments.pop("validation", None)
 
     def on_rank(rank: int) -> Run:
+        own = None if validation is None else share(validation, rank)
         with launched(rank):
-            return fit_once(make, share(batches, rank), strategy, rank, checkpoint, **arguments)
+            return fit_once(make, share(batches, rank), strategy, rank, checkpoint, validation=own, **arguments)
 
     return run_ranks(WORLD_SIZE, on_rank)
 

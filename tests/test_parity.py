@@ -182,12 +182,9 @@ class Run:
         gradients = {
             name: None if p.grad is None else whole(p.grad) for name, p in self.model.named_parameters()
         }
-        if self.plain:
-            weights = {name: whole(p) for name, p in self.model.named_parameters()}
-        else:
+        if not self.plain:
             assert all(isinstance(p, ShardedParameter) for p in self.model.parameters()), "not at rest"
-            with lightning_zero.gathered(self.model):
-                weights = {name: whole(p) for name, p in self.model.named_parameters()}
+        weights = {name: whole(p) for name, p in self.model.named_parameters()}
         buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         return {
             "losses": self.losses,
@@ -1181,6 +1178,80 @@ def test_good_steps_follow_an_exception_whose_traceback_is_kept(stage):
 
 
 # The model as an object
+
+
+def _gathered(rank, world_size, stage, write):
+    make = functools.partial(build, seed=0)
+    if write:
+        make = _rescaled
+    model = lightning_zero.shard(make(), stage=stage, units=["Rescaling", "Block"] if write else ["Block"])
+    run = Run(model, rank, world_size)
+    optimizer = adamw(model)
+    values = []
+    for _ in range(2):
+        steps_joint(run, optimizer, 1, cross_entropy)
+        with lightning_zero.gathered(model):
+            assert not any(isinstance(p, ShardedTensor) for p in model.parameters())
+            values.append([whole(p) for p in model.parameters()])
+        assert all(isinstance(p, ShardedParameter) for p in model.parameters())
+    return values
+
+
+def _rescaled():
+    net = build()
+    net.blocks[1] = Rescaling(net.blocks[1], "mul_")
+    return net
+
+
+@pytest.mark.parametrize("write", [False, True], ids=["stepped", "written in forward"])
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("stage", STAGES)
+def test_gathered_reads_whole_weights_after_steps(stage, world_size, write):
+    """What a step, or a forward, wrote before is not a write inside `gathered`."""
+    twin = Run(_rescaled() if write else build(), None, world_size)
+    optimizer = adamw(twin.model)
+    ranks = run_ranks(world_size, _gathered, world_size, stage, write)
+    for number in range(2):
+        steps_joint(twin, optimizer, 1, cross_entropy)
+        for values in ranks:
+            for (name, wanted), got in zip(twin.model.named_parameters(), values[number], strict=True):
+                assert_close(got, wanted.detach(), EXACT, name)
+
+
+def _write_gathered(rank, stage, writeback):
+    model = lightning_zero.shard(build(), stage=stage, units=["Block"])
+    before = whole(model.head.weight)
+    try:
+        with lightning_zero.gathered(model, writeback=writeback), torch.no_grad():
+            model.head.weight.fill_(rank + 2.0)
+            model.blocks[1].up.weight[0] = rank + 3.0
+        error = ""
+    except RuntimeError as raised:
+        error = str(raised)
+    loss = cross_entropy(model, *batch(0, 0))
+    return error, torch.equal(whole(model.head.weight), before), whole(model.head.weight), loss.detach()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gathered_keeps_rank_0s_writes_when_asked(stage):
+    """On every rank, and the next forward computes with them."""
+    twin = build()
+    with torch.no_grad():
+        twin.head.weight.fill_(2.0)
+        twin.blocks[1].up.weight[0] = 3.0
+    loss = cross_entropy(twin, *batch(0, 0)).detach()
+    for error, _, head, got in run_ranks(2, _write_gathered, stage, True):
+        assert error == ""
+        assert torch.equal(head, twin.head.weight.detach())
+        assert_close(got, loss, EXACT, "loss")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_write_inside_gathered_is_refused_with_the_name_and_keeps_nothing(stage):
+    """Values would differ between ranks; the error says how to keep rank 0's."""
+    for error, unchanged, _, _ in run_ranks(2, _write_gathered, stage, False):
+        assert "was written inside `gathered(module)`" in error and "writeback=True" in error
+        assert unchanged
 
 
 def _released(rank, stage):

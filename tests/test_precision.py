@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_zero.precision import RECIPES, PrecisionRecipe
+from lightning_zero.precision import PrecisionRecipe
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -38,17 +38,3 @@ def test_integers_have_no_precision_to_lower():
     recipe = PrecisionRecipe(torch.float32, torch.bfloat16, torch.float32)
     for own in (torch.int8, torch.int64, torch.bool):
         assert {recipe.main_dtype(own), recipe.model_dtype(own), recipe.reduce_dtype(own)} == {own}
-
-
-@pytest.mark.parametrize("flag", ["32-true", "64-true", "16-true", "bf16-true"])
-def test_the_true_flags_name_no_dtype(flag):
-    """Lightning casts the module itself, so the parameters' own dtypes are right."""
-    assert RECIPES[flag] == PrecisionRecipe()
-
-
-@pytest.mark.parametrize(("flag", "dtype"), [("bf16-mixed", torch.bfloat16), ("16-mixed", torch.float16)])
-def test_the_mixed_flags_compute_in_two_bytes_over_four_byte_main_weights(flag, dtype):
-    """What rests and is stepped stays fp32."""
-    recipe = RECIPES[flag]
-    assert recipe.main_dtype(torch.float32) is torch.float32
-    assert recipe.model_dtype(torch.float32) is dtype

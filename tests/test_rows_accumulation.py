@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from torch.nn import functional as F
 
 from lightning_zero import held_bytes, no_sync, shard
 from lightning_zero.engine import engine_of
+from lightning_zero.flat_buffer import BufferPool
 
 
 class Scheduled(Regression):
@@ -54,7 +56,7 @@ def scheduled_twin(accumulate: int) -> Run:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_e7_the_schedule_moves_once_per_window(stage: int) -> None:
-    """E7: 7 batches, accumulate 3: rates 1/8, 2/8, 3/8, 4/8 of 0.01, as in one process, changed after batch 3, 6 and 7."""
+    """E7: 7 batches, accumulate 3: 1/8 of the rate, and 1/8 more after batches 3, 6 and 7, as in one process."""
     runs = fit_ranks(stage, Scheduled, vectors(7, 5, 3), accumulate_grad_batches=3)
     assert_trained_as(scheduled_twin(3), runs)
     for run in runs:
@@ -137,25 +139,32 @@ def test_g3_hooks_run_once_per_window(stage: int) -> None:
         assert run.record == twin.record
 
 
+def settled_bytes_in_use(pool: BufferPool) -> int:
+    """Bytes in use once gloo's threads, which hold a finished collective's tensors for a moment, let go of them."""
+    fewest = pool.nbytes_in_use
+    for _ in range(10):
+        time.sleep(0.002)
+        fewest = min(fewest, pool.nbytes_in_use)
+    return fewest
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_g7_gradients_take_no_more_room_from_batch_to_batch(stage: int) -> None:
     """G7: between micro-batches a rank holds its gradient shard (stage 1: the whole gradient), and never more."""
 
-    def accumulate(rank: int) -> tuple[list[int], list[int], int, int]:
+    def accumulate(rank: int) -> tuple[list[int], int, int]:
         model = shard(nn.Sequential(nn.Linear(5, 4), *(Block(4) for _ in range(9)), nn.Linear(4, 3)), stage=stage)
         engine = engine_of(model)
         assert engine is not None and engine.units
-        in_use, held = [], []
+        in_use = []
         with no_sync(model):
             for x, y in share(vectors(6, 5, 3), rank):
                 F.mse_loss(model(x), y).backward()
-                in_use.append(engine.pool.nbytes_in_use)
-                held.append(engine.pool.nbytes)
-        whole = 8 * sum(group.layout.total for group in engine.groups)
-        return in_use, held, whole, held_bytes(model).gradients
+                in_use.append(settled_bytes_in_use(engine.pool))
+        return in_use, held_bytes(model).gradients, 8 * sum(group.layout.total for group in engine.groups)
 
-    for in_use, held, whole, gradients in run_ranks(2, accumulate):
-        # float64; two ranks, and a layout of a multiple of two is cut into two equal shards
-        assert in_use == [whole if stage == 1 else whole // 2] * 6
-        assert held[1:] == [held[1]] * 5
-        assert gradients == whole // 2
+    for in_use, gradients, whole in run_ranks(2, accumulate):
+        # whole: bytes in float64, padding included. Padding makes the two shards of every buffer equal.
+        resting = whole if stage == 1 else whole // 2
+        assert in_use == [resting] * 6
+        assert gradients == resting

@@ -77,7 +77,10 @@ class ClipsItself(OddAndTied):
     """Calls torch's own functions on its parameters, and logs the norm."""
 
     def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
-        norms = [float(nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None], norm)) for norm in NORMS]
+        norms = [
+            float(nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None], norm))
+            for norm in NORMS
+        ]
         each = [None if p.grad is None else float(p.grad.norm()) for p in self.parameters()]
         clipped = nn.utils.clip_grad_norm_(self.parameters(), 0.1)
         after = nn.utils.clip_grad_norm_(self.parameters(), 1e9, foreach=False)
