@@ -74,7 +74,7 @@ def _matching(root: nn.Module, spec: UnitSpec) -> NamedModules:
                 f"units: {wanted!r} is neither a module class nor the name of one."
                 f" Write `units=[{_example_class(root)}]`."
             )
-        if not any(_is_a(module, wanted) for module in root.modules()):
+        if not any(_is_a(module, wanted) for module in root.modules() if module is not root):
             raise UnknownUnitError(
                 f"units: no submodule of `{type(root).__name__}` is a {wanted!r}. It has"
                 f" {sorted({type(module).__name__ for module in root.children()})} and their children."
