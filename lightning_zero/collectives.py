@@ -25,7 +25,8 @@ _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "al
 _REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 
 # One for each process group, however often modules are sharded over it.
-_flags_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+_flags_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]]
+_flags_groups = weakref.WeakKeyDictionary()
 
 TakeBuffer = Callable[[int, torch.dtype], Tensor]
 
@@ -59,12 +60,14 @@ class Collectives:
     def __init__(
         self, group: dist.ProcessGroup | None, device: torch.device, flags_group: dist.ProcessGroup | None = None
     ) -> None:
-        self.group = group
+        # torch.distributed keeps groups alive until they are destroyed. Optimizer state refers to this object and may
+        # outlive that: a group that is held longer aborts the process when it exits.
+        self._group = None if group is None else weakref.ref(group)
+        self._flags_group = None if group is None else weakref.ref(flags_group or group)
         self.device = device
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world_size = 1 if group is None else dist.get_world_size(group)
         self._source = 0 if group is None else dist.get_global_rank(group, 0)
-        self._flags_group = flags_group or group
         self._native_reduce_scatter = group is not None and dist.get_backend(group) != "gloo"
         self.calls: Counter[str] = Counter()
         """Number of collectives by purpose."""
@@ -86,8 +89,17 @@ class Collectives:
         if group not in _flags_groups:
             timeout = group._get_backend(device).options._timeout
             ranks = dist.get_process_group_ranks(group)
-            _flags_groups[group] = dist.new_group(ranks, timeout, backend="gloo")
-        return cls(group, device, _flags_groups[group])
+            _flags_groups[group] = weakref.ref(dist.new_group(ranks, timeout, backend="gloo"))
+        return cls(group, device, _flags_groups[group]())
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The ranks; ``None`` is one process alone.
+
+        Raises:
+            RuntimeError: the process group was destroyed.
+        """
+        return _alive(self._group)
 
     def reset_counts(self) -> None:
         """Set all counters to zero."""
@@ -177,14 +189,26 @@ class Collectives:
         if self.group is None:
             return Pending()
         self._count("flags", flags, times=2)
-        return Pending(dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._flags_group, async_op=True))
+        return Pending(dist.all_reduce(flags, dist.ReduceOp.MAX, group=_alive(self._flags_group), async_op=True))
 
     def broadcast_flags(self, flags: Tensor) -> Tensor:
         """Rank 0's value of a small host tensor, in place and at once. Returns ``flags``."""
         if self.group is not None:
             self._count("flags", flags)
-            dist.broadcast(flags, self._source, group=self._flags_group)
+            dist.broadcast(flags, self._source, group=_alive(self._flags_group))
         return flags
+
+
+def _alive(group: weakref.ref[dist.ProcessGroup] | None) -> dist.ProcessGroup | None:
+    if group is None:
+        return None
+    found = group()
+    if found is None:
+        raise RuntimeError(
+            "the process group of a sharded tensor was destroyed. Read what you need, or call"
+            " `lightning_zero.unshard(module)`, before `torch.distributed.destroy_process_group()`."
+        )
+    return found
 
 
 def _divides_first(whole: Tensor) -> bool:

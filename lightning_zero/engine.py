@@ -89,7 +89,8 @@ class Engine(GroupObserver):
         self.pool.trim()
         # Groups, windows and reductions refer to each other; without the module nobody needs them, and their memory
         # should not wait for a garbage collection.
-        weakref.finalize(module, self._dissolve).atexit = False
+        self._dissolution = weakref.finalize(module, self._dissolve)
+        self._dissolution.atexit = False
 
     # Set-up
 
@@ -245,6 +246,7 @@ class Engine(GroupObserver):
             for group in self.groups:
                 whole = group.whole_main_weight("checkpoint")
                 group.release(whole if device is None else whole.to(device))
+        self._dissolution()
 
     @contextmanager
     def held_whole(self) -> Iterator[None]:

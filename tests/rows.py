@@ -142,6 +142,17 @@ def whole_parameters(module: nn.Module) -> dict[str, Tensor]:
         return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
 
 
+class _Poison(Callback):
+    """A read of memory that was given back shows as NaN."""
+
+    def on_fit_start(self, trainer: Trainer, module: LightningModule) -> None:
+        engine = engine_of(module)
+        if engine is not None:
+            engine.pool.poison = True
+
+    on_validation_start = on_test_start = on_predict_start = on_fit_start
+
+
 class _Recorder(Callback):
     def __init__(self, run: Run, checkpoint: Path | None) -> None:
         self._run = run
@@ -150,8 +161,6 @@ class _Recorder(Callback):
     def on_fit_start(self, trainer: Trainer, module: LightningModule) -> None:
         engine = engine_of(module)
         if engine is not None:
-            # A read of memory that was given back shows as NaN.
-            engine.pool.poison = True
             self._run.in_units = {name for unit in engine.units for group in unit.groups for name in group.names}
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: Any, *_: Any) -> None:
@@ -164,7 +173,7 @@ class _Recorder(Callback):
             trainer.save_checkpoint(self._checkpoint)
 
 
-def make_trainer(strategy: Any = "auto", **arguments: Any) -> Trainer:
+def make_trainer(strategy: Any = "auto", callbacks: Sequence[Callback] = (), **arguments: Any) -> Trainer:
     """A quiet Trainer on CPU; on ``WORLD_SIZE`` devices unless ``strategy`` is "auto"."""
     defaults: dict[str, Any] = {
         "accelerator": "cpu",
@@ -175,6 +184,7 @@ def make_trainer(strategy: Any = "auto", **arguments: Any) -> Trainer:
         "enable_progress_bar": False,
         "enable_model_summary": False,
         "use_distributed_sampler": False,
+        "callbacks": [_Poison(), *callbacks],
     }
     return Trainer(strategy=strategy, **{**defaults, **arguments})
 

@@ -341,7 +341,7 @@ def test_an_unknown_unit_class_is_refused_by_name() -> None:
 def test_mps_is_refused_with_the_way_out() -> None:
     """It has no collectives."""
     strategy = ZeROStrategy(parallel_devices=[torch.device("mps")])
-    with pytest.raises(ValueError, match="MPS has not.*accelerator='cpu'"):
+    with pytest.raises(ValueError, match=r"MPS has not.*accelerator='cpu'"):
         strategy.setup_environment()
 
 
