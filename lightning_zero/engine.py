@@ -66,6 +66,7 @@ class Engine(GroupObserver):
         self._module = weakref.ref(module)
         self.collectives = collectives
         # Alone there is nothing to share: every state rests whole, and no stage differs.
+        self.stage_placements = placements
         self.placements = placements if collectives.world_size > 1 else STAGES[0]
         self.pool = BufferPool(collectives.device)
         self._held: dict[int, ParamGroup] = {}
@@ -216,14 +217,13 @@ class Engine(GroupObserver):
 
     # The way back
 
-    def close(self) -> None:
-        """Take the windows off the module; parameters stay at rest and nothing is in flight."""
+    def rest(self) -> None:
+        """Leave every parameter at rest and nothing in flight; the next step opens windows again."""
         self.reducer.recover()
         self.windows.close()
-        self._remove_windows()
 
     def abandon(self) -> None:
-        """As `close` after an exception, when other ranks may be gone: wait for nothing."""
+        """Take the windows off the module after an exception, when other ranks may be gone: wait for nothing."""
         for unit in (self.root, *self.units):
             unit.swap_out()
         self._remove_windows()
@@ -241,7 +241,8 @@ class Engine(GroupObserver):
 
     def release(self, device: torch.device | None = None) -> None:
         """Make the parameters plain, on ``device`` or where they are: a collective."""
-        self.close()
+        self.rest()
+        self._remove_windows()
         with torch.no_grad():
             for group in self.groups:
                 whole = group.whole_main_weight("checkpoint")

@@ -138,13 +138,15 @@ class _ZeROMixin(_DDPStrategy):
             self.model = self._layer_sync.apply(self.model)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
-        shard(
-            self.lightning_module,
-            stage=self.stage,
-            units=self._units,
-            precision=self._recipe,
-            device=self.root_device,
-        )
+        # A module too large to be whole on the host stayed at rest after the last run.
+        if self.engine is None or self.engine.stage_placements != stage_placements(self.stage):
+            shard(
+                self.lightning_module,
+                stage=self.stage,
+                units=self._units,
+                precision=self._recipe,
+                device=self.root_device,
+            )
         if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -169,12 +171,12 @@ class _ZeROMixin(_DDPStrategy):
         """Make the module plain, where all ranks got here and the host has room for it."""
         module = self.lightning_module
         assert module is not None
-        if self._interrupted:
+        if self._interrupted and engine.collectives.world_size > 1:
             # Other ranks may never arrive: a collective here would hide the exception behind a hang.
             engine.abandon()
             return
         if not host_fits(engine, self.num_processes):
-            engine.close()
+            engine.rest()
             self._flavour.rank_zero_warn(
                 "The host cannot hold one whole copy of the model per local rank, so its parameters stay sharded."
                 " Read them in parts on every rank, `with lightning_zero.gathered(submodule): ...`, or take them from"
