@@ -159,7 +159,7 @@ class Recorder(Callback):
 
 def num_batches(args: argparse.Namespace) -> int:
     """Batches of one run: the start of the last one ends the last timed step."""
-    return args.warmup + args.steps + 1
+    return int(args.warmup + args.steps + 1)
 
 
 def per_step(counter: dict[str, int], steps: int) -> dict[str, float]:

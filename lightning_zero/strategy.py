@@ -163,18 +163,22 @@ class _ZeROMixin(_DDPStrategy):
 
     def teardown(self) -> None:
         self._held_whole.close()
-        if self.engine is not None:
-            self._leave(self.engine)
-        super().teardown()
+        if self.engine is None or self._leave(self.engine):
+            super().teardown()
+            return
+        # As there, but for moving the module to the host, which its shards would refuse.
+        for part in (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io):
+            assert part is not None
+            part.teardown()
 
-    def _leave(self, engine: Engine) -> None:
-        """Make the module plain, where all ranks got here and the host has room for it."""
+    def _leave(self, engine: Engine) -> bool:
+        """Make the module plain, where all ranks got here and the host has room for it; false where it is not."""
         module = self.lightning_module
         assert module is not None
         if self._interrupted and engine.collectives.world_size > 1:
             # Other ranks may never arrive: a collective here would hide the exception behind a hang.
             engine.abandon()
-            return
+            return False
         if not host_fits(engine, self.num_processes):
             engine.rest()
             self._flavour.rank_zero_warn(
@@ -182,8 +186,9 @@ class _ZeROMixin(_DDPStrategy):
                 " Read them in parts on every rank, `with lightning_zero.gathered(submodule): ...`, or take them from"
                 " the checkpoint."
             )
-            return
+            return False
         unshard(module, device=torch.device("cpu"))
+        return True
 
     def on_exception(self, exception: BaseException) -> None:
         self._interrupted = True
