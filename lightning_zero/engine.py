@@ -315,7 +315,7 @@ def _forget_weak_references(module: nn.Module) -> None:
     # RNNs keep weak references to their weights, only to notice a replacement; torch exchanges no tensor under one.
     for submodule in module.modules():
         if isinstance(submodule, nn.RNNBase):
-            submodule._flat_weight_refs = []
+            submodule._flat_weight_refs = [None for _ in submodule._flat_weight_refs]
 
 
 _engines: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()

@@ -133,6 +133,8 @@ class ParamGroup:
         for i, hooks in enumerate(before):
             for hook in hooks:
                 self.hook_grad(i, hook)
+        for i in range(len(self.leaves)):
+            self.hook_gradients(i)
         if placements.keeps_whole_parameters:
             self._begin_resting_whole()
 
@@ -374,7 +376,7 @@ class ParamGroup:
         """The leaf of parameter ``index``, whole."""
         self.observer.touched(self)
         self.leaves[index].follow_requires_grad()
-        self.hook_leaf(index)
+        self.hook_gradients(index)
         return self.leaves[index]
 
     def saving(self) -> AbstractContextManager[Any]:
@@ -408,24 +410,31 @@ class ParamGroup:
 
     # Gradients
 
-    def hook_leaf(self, index: int) -> None:
-        """Have backward bring the leaf's gradient here; torch forbids the hook while the leaf is frozen."""
-        leaf = self.leaves[index]
-        if self._hooked[index] or not leaf.requires_grad:
+    def hook_gradients(self, index: int) -> None:
+        """Have backward bring gradients here; torch forbids the hook while a parameter is frozen.
+
+        They arrive at the leaf, or at the resting parameter itself where a custom autograd function took it: such a
+        call goes past everything that could have put the leaf in its place.
+        """
+        parameter = self.parameters[index]
+        if self._hooked[index] or not parameter.requires_grad:
             return
         self._hooked[index] = True
+        self.leaves[index].follow_requires_grad()
         me = weakref.ref(self)
 
-        def arrive(leaf: Tensor) -> None:
+        def arrive(holder: Tensor) -> None:
             group = me()
             if group is not None:
-                group._arrive(index, leaf)
+                group._arrive(index, holder)
 
-        torch.Tensor.register_post_accumulate_grad_hook(leaf, arrive)
+        for holder in (self.leaves[index], parameter):
+            torch.Tensor.register_post_accumulate_grad_hook(holder, arrive)
 
-    def _arrive(self, index: int, leaf: Tensor) -> None:
-        grad = _raw_grad.__get__(leaf)
-        _raw_grad.__set__(leaf, None)
+    def _arrive(self, index: int, holder: Tensor) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            grad = _raw_grad.__get__(holder)
+            _raw_grad.__set__(holder, None)
         with torch.no_grad():
             if self._gradient is None:
                 self._gradient = self._pool.take(self.layout.total, self.reduce_dtype)

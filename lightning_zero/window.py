@@ -134,7 +134,7 @@ class Unit:
             leaf = slot.group.leaves[slot.index]
             if slot.exchange(slot.group.parameters[slot.index], leaf):
                 leaf.follow_requires_grad()
-                slot.group.hook_leaf(slot.index)
+                slot.group.hook_gradients(slot.index)
 
     def swap_out(self) -> None:
         """Let module attributes be resting parameters again."""

@@ -239,6 +239,53 @@ def test_d6_a_weight_read_as_an_attribute_is_whole_and_trained(
     assert ("lm.lm_head.weight" in runs[0].in_units) == (units is not None)
 
 
+class MixesUnits(Regression):
+    """One operation takes the weights of several units: a product of two, and a variance over all blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = trunk(5)
+        self.last = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.blocks(x))
+
+    def weights(self) -> list[Tensor]:
+        return [block.linear.weight for block in self.blocks]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        weights = self.weights()
+        return loss + (weights[1] @ weights[5]).pow(2).sum() + torch.stack(weights).var(0).sum()
+
+
+class KeepsWeights(MixesUnits):
+    """The weights are those that the blocks' forwards saw, kept until all units are closed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept: list[Tensor] = []
+        for block in self.blocks:
+            handle = block.register_forward_hook(lambda block, *_: self.kept.append(block.linear.weight))
+            x = block(x)
+            handle.remove()
+        return self.last(x)
+
+    def weights(self) -> list[Tensor]:
+        return self.kept
+
+
+@pytest.mark.parametrize("make", [MixesUnits, KeepsWeights])
+@pytest.mark.parametrize("stage", STAGES)
+def test_d6_one_operation_may_mix_the_weights_of_several_units(
+    stage: int, make: type[Regression], tmp_path: Path
+) -> None:
+    """D6: all of them are whole at once, as attributes at rest and as kept from inside the blocks' forwards."""
+    twin = fit_plain(make, vectors(3, 5, 3))
+    runs = fit_ranks(stage, make, vectors(3, 5, 3), tmp_path / "last.ckpt")
+    assert_trained_as(twin, runs, tmp_path / "last.ckpt", make)
+    assert {"blocks.1.linear.weight", "blocks.5.linear.weight"} <= runs[0].in_units
+
+
 class BorrowsTheEmbedding(Regression):
     """The decoder multiplies with the transpose of the encoder's embedding, and owns nothing of it."""
 
