@@ -1,4 +1,4 @@
-"""The state of some parameters of one unit: main weights, whole weights and gradients in flat buffers.
+"""The state of some parameters of one unit in flat buffers: main weights, whole weights, and their gradients.
 
     main_weight --cast, all-gather--> model_weight --forward, backward--> gradient
          ^                                                                   |
@@ -23,7 +23,9 @@ from torch.utils.hooks import RemovableHandle
 import lightning_zero.sharded_ops  # noqa: F401  (gives sharded tensors their operations)
 from lightning_zero.collectives import Collectives, Pending
 from lightning_zero.flat_buffer import BufferPool, storage_id
+from lightning_zero.gradients import GroupGradients
 from lightning_zero.layout import FlatLayout
+from lightning_zero.partition import Partition
 from lightning_zero.placements import Placements
 from lightning_zero.precision import PrecisionRecipe
 from lightning_zero.sharded_parameter import ShardedParameter, ShardedTensor, Slicing
@@ -94,11 +96,11 @@ class ParamGroup:
         self.model_dtype = recipe.model_dtype(own)
         # A frozen weight is never stepped, so it needs no main copy beside the one that computes.
         self.main_dtype = recipe.main_dtype(own) if self.trained else self.model_dtype
-        self.reduce_dtype = recipe.reduce_dtype(own)
         num_shards = collectives.world_size if placements.shards_optimizer else 1
         self.layout = FlatLayout(tuple(p.numel() for p in parameters), num_shards)
-        self._shard = collectives.rank if placements.shards_optimizer else 0
         self.slicings = [self._slicing(i, parameter) for i, parameter in enumerate(parameters)]
+        shard = collectives.rank if placements.shards_optimizer else 0
+        self.partition = Partition(self.layout, self.slicings, shard)
 
         self._whole: Tensor | None = None
         self._gathering: Pending | None = None
@@ -118,17 +120,9 @@ class ParamGroup:
         self._placeholder = torch.full((), float("nan"), dtype=torch.float64, device=pool.device).to(self.model_dtype)
         self.writes = [0] * len(self.leaves)
 
-        self._gradient: Tensor | None = None
-        self.arrived: set[int] = set()
-        """Parameters whose local gradient waits in the gradient buffer."""
-        self.sent: set[int] = set()
-        """Parameters whose local gradient is part of a reduction of this backward."""
-        self._reducing: tuple[Pending, Tensor, Tensor] | None = None
-        self.main_grad: Tensor | None = None
-        """Mean gradient of this rank's shard, shape (shard_numel,), while any parameter has one."""
-        self._grads: list[ShardedTensor | None] = [None] * len(self.leaves)
-        self._foreign: set[int] = set()
-        self._dropped: set[int] = set()
+        self.gradients = GroupGradients(
+            self.partition, placements, self.main_dtype, recipe.reduce_dtype(own), collectives, pool
+        )
         self._post_hooks = [OrderedDict(enumerate(hooks)) for hooks in after]
         for i, hooks in enumerate(before):
             for hook in hooks:
@@ -156,16 +150,16 @@ class ParamGroup:
         whole.zero_()
         if self._collectives.rank == 0:
             for i, parameter in enumerate(parameters):
-                self.view(whole, i).copy_(parameter.detach())
+                self.partition.view(whole, i).copy_(parameter.detach())
         self._collectives.broadcast(whole)
         if self._main_is_whole:
             self._whole = whole
-            return self._own_shard(whole)
-        return self._own_shard(whole).clone()
+            return self.partition.own_shard(whole)
+        return self.partition.own_shard(whole).clone()
 
     def _rest(self, index: int, parameter: Tensor) -> ShardedParameter:
         """``parameter``, the same object, as a `ShardedParameter`."""
-        fragment = self._fragment(self.main_weight, index)
+        fragment = self.partition.fragment(self.main_weight, index)
         sharded = ShardedParameter(fragment, self.slicings[index], parameter.requires_grad, weakref.ref(self), index)
         sharded.__dict__.update(
             {key: value for key, value in parameter.__dict__.items() if key not in sharded.__dict__}
@@ -180,22 +174,6 @@ class ParamGroup:
         else:
             self._fresh = True
         self.wait()
-
-    # Geometry
-
-    def view(self, whole: Tensor, index: int) -> Tensor:
-        """Parameter ``index`` inside a whole buffer, in its global geometry."""
-        slicing = self.slicings[index]
-        return whole.as_strided(slicing.shape, slicing.stride, whole.storage_offset() + self.layout.offsets[index])
-
-    def _fragment(self, shard: Tensor, index: int) -> Tensor:
-        """Parameter ``index`` inside a shard, shape (n,)."""
-        piece = self.layout.fragment(index, self._shard)
-        return shard[piece.offset : piece.offset + piece.numel]
-
-    def _own_shard(self, whole: Tensor) -> Tensor:
-        size = self.layout.shard_numel
-        return whole[self._shard * size : (self._shard + 1) * size]
 
     @property
     def _main_is_whole(self) -> bool:
@@ -229,7 +207,7 @@ class ParamGroup:
                 self._held[storage_id(self._whole)] = self
             source = self.main_weight
             if self.main_dtype != self.model_dtype:
-                source = self._own_shard(self._whole)
+                source = self.partition.own_shard(self._whole)
                 source.copy_(self.main_weight)
             if self.layout.num_shards > 1:
                 self._gathering = self._collectives.all_gather(self._whole, source)
@@ -287,7 +265,7 @@ class ParamGroup:
         # A concealed leaf would take each of these for a use of its value.
         with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
             for i, leaf in enumerate(self.leaves if moves else ()):
-                leaf.point_to(self.view(self._whole, i))
+                leaf.point_to(self.partition.view(self._whole, i))
             self._exposed_versions = [leaf._version for leaf in self.leaves]
         self._pointed = True
 
@@ -317,8 +295,8 @@ class ParamGroup:
         assert self._whole is not None
         leaf = self.leaves[index]
         self._exposed_versions[index] = leaf._version
-        main = self._fragment(self.main_weight, index)
-        whole = self._fragment(self._own_shard(self._whole), index)
+        main = self.partition.fragment(self.main_weight, index)
+        whole = self.partition.fragment(self.partition.own_shard(self._whole), index)
         if not torch.equal(main.to(whole.dtype), whole):
             self.writes[index] += 1
             # An element that was not written keeps its main precision.
@@ -352,15 +330,15 @@ class ParamGroup:
         self.unshard()
         self.wait()
         assert self._whole is not None
-        return self.view(self._whole, index).detach()
+        return self.partition.view(self._whole, index).detach()
 
     def read(self, index: int) -> Tensor:
         """The whole value in the main dtype, detached."""
         if self.main_dtype == self.model_dtype:
             self.observer.needed(self)
             assert self._whole is not None
-            return self.view(self._whole, index).detach()
-        return self.view(self.whole_main_weight(), index)
+            return self.partition.view(self._whole, index).detach()
+        return self.partition.view(self.whole_main_weight(), index)
 
     def whole_main_weight(self, purpose: str = "fragment") -> Tensor:
         """All main weights, shape (layout.total,): a collective where they are sharded."""
@@ -401,13 +379,6 @@ class ParamGroup:
             self._conceal()
         self.observer.went_stale(self)
 
-    def store_whole(self, whole: Tensor) -> None:
-        """Take new main weights from ``whole``, shape (layout.total,) in the main dtype."""
-        self.before_write()
-        self.main_weight.copy_(self._own_shard(whole))
-        for i in range(len(self.leaves)):
-            self.after_write(i)
-
     # Gradients
 
     def hook_gradients(self, index: int) -> None:
@@ -436,15 +407,7 @@ class ParamGroup:
             grad = _raw_grad.__get__(holder)
             _raw_grad.__set__(holder, None)
         with torch.no_grad():
-            if self._gradient is None:
-                self._gradient = self._pool.take(self.layout.total, self.reduce_dtype)
-            view = self.view(self._gradient, index)
-            grad = grad.to_dense() if grad.layout != torch.strided else grad
-            if index in self.arrived:
-                view.add_(grad)
-            else:
-                view.copy_(grad)
-                self.arrived.add(index)
+            self.gradients.arrive(index, grad)
         self.observer.gradient_arrived(self, index)
 
     @property
@@ -452,107 +415,23 @@ class ParamGroup:
         """Parameters that are trained now."""
         return [i for i, parameter in enumerate(self.parameters) if parameter.requires_grad]
 
-    def reduce(self) -> None:
-        """Begin to average the gradients that arrived, with zeros for those that did not; `settle` ends it."""
-        self.settle()
-        with torch.no_grad():
-            whole = self._gradient
-            if whole is None:
-                whole = self._pool.take(self.layout.total, self.reduce_dtype)
-            for i in range(len(self.leaves)):
-                if i not in self.arrived:
-                    self.view(whole, i).zero_()
-            self._reducing = (*self._average(whole), whole)
-        self.sent |= self.arrived
-        self.arrived = set()
-        self._gradient = None
-
-    def _average(self, whole: Tensor) -> tuple[Pending, Tensor]:
-        if self.layout.num_shards == 1:
-            return self._collectives.all_reduce_mean(whole), whole
-        if self.placements.keeps_whole_gradients:
-            out = self._own_shard(whole)
-        else:
-            out = self._pool.take(self.layout.shard_numel, self.reduce_dtype)
-        return self._collectives.reduce_scatter(out, whole, self._pool.take), out
-
-    def settle(self) -> None:
-        """End a reduction: its result is added to ``main_grad``, the whole gradient buffer is free."""
-        if self._reducing is None:
-            return
-        pending, out, _ = self._reducing
-        with torch.no_grad():
-            pending.wait()
-            self._reducing = None
-            if out.dtype != self.main_dtype:
-                out = self._pool.take(self.layout.shard_numel, self.main_dtype).copy_(out)
-            for i in self._foreign:
-                grad = self._grads[i]
-                assert grad is not None
-                grad.fragment.add_(self._fragment(out, i))
-            if self.main_grad is None:
-                self.main_grad = out
-            else:
-                self._clear_dropped()
-                self.main_grad.add_(out)
-
-    def _clear_dropped(self) -> None:
-        """Gradients that were set to ``None`` start from zero, in a copy: someone may have kept the old values."""
-        if not self._dropped:
-            return
-        assert self.main_grad is not None
-        self.main_grad = self._pool.take(self.layout.shard_numel, self.main_dtype).copy_(self.main_grad)
-        for i in self._dropped:
-            self._fragment(self.main_grad, i).zero_()
-        self._dropped.clear()
-        for i, grad in enumerate(self._grads):
-            if grad is not None and i not in self._foreign:
-                self._grads[i] = self._new_grad(i)
-
-    def _new_grad(self, index: int) -> ShardedTensor:
-        assert self.main_grad is not None
-        return ShardedTensor(self._fragment(self.main_grad, index), self.slicings[index])
-
     def publish(self, used: Sequence[int]) -> None:
         """Give the parameters ``used`` on any rank their gradients; the others keep what they had."""
-        self.settle()
-        self.sent = set()
-        with torch.inference_mode(False):
-            for i in used:
-                if self._grads[i] is None:
-                    self._dropped.discard(i)
-                    self._grads[i] = self._new_grad(i)
+        self.gradients.publish(used)
         for i in used:
             for hook in self._post_hooks[i].values():
                 hook(self.parameters[i])
 
-    def discard_unreduced(self) -> None:
-        """Forget local gradients of a backward that failed."""
-        self.settle()
-        self.arrived, self.sent, self._gradient = set(), set(), None
-
     def get_grad(self, index: int) -> Tensor | None:
         """The mean gradient of parameter ``index``, or ``None``."""
-        if self.arrived:
+        if self.gradients.arrived:
             self.observer.gradient_read(self)
-        return self._grads[index]
+        return self.gradients.get(index)
 
     def set_grad(self, index: int, grad: Tensor | None) -> None:
         """Replace the mean gradient; ``None`` also drops local gradients that wait for a reduction."""
         assert grad is None or isinstance(grad, ShardedTensor)
-        self.arrived.discard(index)
-        if grad is self._grads[index] and grad is not None:
-            return
-        self._grads[index] = grad
-        self._foreign.discard(index)
-        if grad is not None:
-            self._foreign.add(index)
-        if self.main_grad is None:
-            return
-        self._dropped.add(index)
-        if all(g is None or i in self._foreign for i, g in enumerate(self._grads)):
-            self.main_grad = None
-            self._dropped.clear()
+        self.gradients.set(index, grad)
 
     def hook_grad(self, index: int, hook: Callable[[Tensor], Tensor | None]) -> Any:
         """Call ``hook`` with each local gradient, as ``Tensor.register_hook`` does."""
@@ -570,11 +449,11 @@ class ParamGroup:
     def release(self, whole: Tensor) -> None:
         """Make the parameters plain, with the values of ``whole``, shape (layout.total,), main dtype."""
         for i, parameter in enumerate(self.parameters):
-            plain = nn.Parameter(self.view(whole, i).detach().clone(), requires_grad=parameter.requires_grad)
+            plain = nn.Parameter(self.partition.view(whole, i).detach().clone(), requires_grad=parameter.requires_grad)
             plain.__dict__.update({key: v for key, v in parameter.__dict__.items() if key not in _OWN_ATTRIBUTES})
             _exchange(self.names[i], parameter, plain)
-        self._grads = [None] * len(self.leaves)
-        self.main_grad = None
+        for i in range(len(self.leaves)):
+            self.gradients.set(i, None)
 
 
 # Past the property of the leaf's class, which leads to the resting parameter.

@@ -108,8 +108,8 @@ class Reducer:
     def _launch(self, group: ParamGroup) -> None:
         # One reduction under way at a time: at most two units' gradients are whole, this one's and the next one's.
         for other in self._launched:
-            other.settle()
-        group.reduce()
+            other.gradients.settle()
+        group.gradients.reduce()
         self._launched[group] = None
 
     # At the end
@@ -155,7 +155,7 @@ class Reducer:
     def _own_flags(self, group: ParamGroup) -> dict[int, int]:
         pending = _LATE if group in self._launched else _IN_TIME
         return {
-            i: pending if i in group.arrived else _IN_TIME if i in group.sent else _UNUSED
+            i: pending if i in group.gradients.arrived else _IN_TIME if i in group.gradients.sent else _UNUSED
             for i in range(len(group.parameters))
         }
 
@@ -172,7 +172,7 @@ class Reducer:
 
     def flush(self) -> None:
         """Reduce now what waits: someone reads a gradient, or an optimizer steps."""
-        if not self._running and any(group.arrived for group in self._groups):
+        if not self._running and any(group.gradients.arrived for group in self._groups):
             self._flush()
 
     def recover(self) -> None:
@@ -182,5 +182,5 @@ class Reducer:
             self._launched.clear()
             self._cursor = 0
             for group in self._groups:
-                group.discard_unreduced()
+                group.gradients.discard_unreduced()
             self._on_end()

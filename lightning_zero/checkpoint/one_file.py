@@ -46,7 +46,7 @@ def full_state_dict(state_dict: Mapping[str, Any], keep: bool) -> dict[str, Any]
     for group, names_by_index in by_group.items():
         whole = group.whole_main_weight("checkpoint")
         for index, names in names_by_index.items():
-            value = _kept(group.view(whole, index), keep)
+            value = _kept(group.partition.view(whole, index), keep)
             for name in names:
                 full[name] = value
         del whole

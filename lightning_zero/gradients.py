@@ -1,0 +1,168 @@
+"""The gradients of one group: local ones wait in a whole buffer, mean ones rest where the optimizer reads them.
+
+arrive 0, 1, ...  ->  | whole buffer |  --reduce-->  in flight  --settle-->  main_grad  --publish-->  p.grad
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_zero.collectives import Collectives, Pending
+from lightning_zero.flat_buffer import BufferPool
+from lightning_zero.partition import Partition
+from lightning_zero.placements import Placements
+from lightning_zero.sharded_parameter import ShardedTensor
+
+__all__ = ["GroupGradients"]
+
+
+class GroupGradients:
+    """Local and mean gradients of the tensors of one partition.
+
+    Args:
+        partition: where they lie.
+        placements: whether mean gradients rest whole, in place of the local ones, or as a shard.
+        main_dtype: of the mean gradients.
+        reduce_dtype: of the local ones in their buffer, and on the wire.
+        collectives: of the ranks that take part in the mean.
+        pool: buffers.
+    """
+
+    def __init__(
+        self,
+        partition: Partition,
+        placements: Placements,
+        main_dtype: torch.dtype,
+        reduce_dtype: torch.dtype,
+        collectives: Collectives,
+        pool: BufferPool,
+    ) -> None:
+        self._partition = partition
+        self._placements = placements
+        self._main_dtype = main_dtype
+        self._reduce_dtype = reduce_dtype
+        self._collectives = collectives
+        self._pool = pool
+        self.arrived: set[int] = set()
+        """Tensors whose local gradient waits in the whole buffer."""
+        self.sent: set[int] = set()
+        """Tensors whose local gradient is part of a reduction of this backward."""
+        self._local: Tensor | None = None
+        self._reducing: tuple[Pending, Tensor, Tensor] | None = None
+        self._main: Tensor | None = None
+        self._grads: list[ShardedTensor | None] = [None] * len(partition.slicings)
+        # Gradients that user code put there, and places in the main buffer whose gradient user code took away.
+        self._foreign: set[int] = set()
+        self._dropped: set[int] = set()
+
+    def arrive(self, index: int, grad: Tensor) -> None:
+        """Take a local gradient, or add it to one that waits."""
+        if self._local is None:
+            self._local = self._pool.take(self._partition.layout.total, self._reduce_dtype)
+        view = self._partition.view(self._local, index)
+        grad = grad.to_dense() if grad.layout != torch.strided else grad
+        if index in self.arrived:
+            view.add_(grad)
+        else:
+            view.copy_(grad)
+            self.arrived.add(index)
+
+    # Where a backward builds a graph, grad mode is on.
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Begin to average the gradients that arrived, with zeros for those that did not; `settle` ends it."""
+        self.settle()
+        whole = self._local
+        if whole is None:
+            whole = self._pool.take(self._partition.layout.total, self._reduce_dtype)
+        for i in range(len(self._grads)):
+            if i not in self.arrived:
+                self._partition.view(whole, i).zero_()
+        self._reducing = (*self._average(whole), whole)
+        self.sent |= self.arrived
+        self.arrived = set()
+        self._local = None
+
+    def _average(self, whole: Tensor) -> tuple[Pending, Tensor]:
+        layout = self._partition.layout
+        if layout.num_shards == 1:
+            return self._collectives.all_reduce_mean(whole), whole
+        if self._placements.keeps_whole_gradients:
+            out = self._partition.own_shard(whole)
+        else:
+            out = self._pool.take(layout.shard_numel, self._reduce_dtype)
+        return self._collectives.reduce_scatter(out, whole, self._pool.take), out
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """End a reduction: its result joins the mean gradients, and the whole buffer is free where it need not rest."""
+        if self._reducing is None:
+            return
+        pending, out, _ = self._reducing
+        pending.wait()
+        self._reducing = None
+        if out.dtype != self._main_dtype:
+            out = self._pool.take(out.numel(), self._main_dtype).copy_(out)
+        for i in self._foreign:
+            grad = self._grads[i]
+            assert grad is not None
+            grad.fragment.add_(self._partition.fragment(out, i))
+        if self._main is None:
+            self._main = out
+        else:
+            self._clear_dropped()
+            self._main.add_(out)
+
+    def _clear_dropped(self) -> None:
+        """Gradients that were set to ``None`` start from zero, in a copy: someone may have kept the old values."""
+        if not self._dropped:
+            return
+        assert self._main is not None
+        self._main = self._pool.take(self._main.numel(), self._main_dtype).copy_(self._main)
+        for i in self._dropped:
+            self._partition.fragment(self._main, i).zero_()
+        self._dropped.clear()
+        for i, grad in enumerate(self._grads):
+            if grad is not None and i not in self._foreign:
+                self._grads[i] = self._new_grad(i)
+
+    def _new_grad(self, index: int) -> ShardedTensor:
+        assert self._main is not None
+        return ShardedTensor(self._partition.fragment(self._main, index), self._partition.slicings[index])
+
+    def publish(self, used: Sequence[int]) -> None:
+        """Give the tensors ``used`` on any rank their mean gradients; the others keep what they had."""
+        self.settle()
+        self.sent = set()
+        with torch.inference_mode(False):
+            for i in used:
+                if self._grads[i] is None:
+                    self._grads[i] = self._new_grad(i)
+
+    def discard_unreduced(self) -> None:
+        """Forget local gradients of a backward that failed."""
+        self.settle()
+        self.arrived, self.sent, self._local = set(), set(), None
+
+    def get(self, index: int) -> ShardedTensor | None:
+        """The mean gradient of tensor ``index``, or ``None``."""
+        return self._grads[index]
+
+    def set(self, index: int, grad: ShardedTensor | None) -> None:
+        """Replace a mean gradient; ``None`` also drops a local one that waits for a reduction."""
+        self.arrived.discard(index)
+        if grad is not None and grad is self._grads[index]:
+            return
+        self._grads[index] = grad
+        self._foreign.discard(index)
+        if grad is not None:
+            self._foreign.add(index)
+        if self._main is None:
+            return
+        self._dropped.add(index)
+        if all(g is None or i in self._foreign for i, g in enumerate(self._grads)):
+            self._main = None
+            self._dropped.clear()

@@ -1,0 +1,43 @@
+"""Where the tensors of a group lie: in a whole buffer, and in this rank's shard of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lightning_zero.layout import FlatLayout
+from lightning_zero.sharded_parameter import Slicing
+
+__all__ = ["Partition"]
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A layout, the geometry of its tensors, and the shard that is this rank's.
+
+    Args:
+        layout: offsets in the whole buffer.
+        slicings: of each tensor.
+        shard: this rank's shard; 0 where nothing is cut.
+    """
+
+    layout: FlatLayout
+    slicings: Sequence[Slicing]
+    shard: int
+
+    def view(self, whole: Tensor, index: int) -> Tensor:
+        """Tensor ``index`` inside ``whole``, shape (layout.total,), in its global geometry."""
+        slicing = self.slicings[index]
+        return whole.as_strided(slicing.shape, slicing.stride, whole.storage_offset() + self.layout.offsets[index])
+
+    def fragment(self, shard: Tensor, index: int) -> Tensor:
+        """Tensor ``index`` inside ``shard``, shape (layout.shard_numel,): this rank's elements, shape (n,)."""
+        piece = self.layout.fragment(index, self.shard)
+        return shard[piece.offset : piece.offset + piece.numel]
+
+    def own_shard(self, whole: Tensor) -> Tensor:
+        """This rank's shard of ``whole``, a view."""
+        size = self.layout.shard_numel
+        return whole[self.shard * size : (self.shard + 1) * size]

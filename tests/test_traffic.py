@@ -1,0 +1,240 @@
+"""What crosses the wire in one optimizer step, against the table of stages, in the steady state."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from distributed import run_ranks
+from torch import nn
+
+import lightning_zero
+from lightning_zero.engine import engine_of
+
+STAGES = [0, 1, 2, 3]
+WIDTH, BLOCKS, WARM_UP = 12, 4, 3
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 20)
+        self.down = nn.Linear(20, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Net(nn.Module):
+    def __init__(self, freeze=False):
+        super().__init__()
+        self.embed = nn.Embedding(30, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, 30, bias=False)
+        if freeze:
+            self.embed.requires_grad_(False)
+            self.blocks[1].requires_grad_(False)
+            self.blocks[2].up.requires_grad_(False)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def step(model, optimizer, rank, number, micro_batches, clip=False):
+    optimizer.zero_grad()
+    for micro in range(micro_batches):
+        tokens = torch.randint(0, 30, (4,), generator=torch.Generator().manual_seed(100 * number + 10 * rank + micro))
+        context = lightning_zero.no_sync(model) if micro < micro_batches - 1 else torch.enable_grad()
+        with context:
+            (F.cross_entropy(model(tokens), tokens) / micro_batches).backward()
+    if clip:
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+
+
+def _measure(rank, stage, micro_batches, precision, freeze):
+    torch.manual_seed(rank)
+    model = lightning_zero.shard(Net(freeze), stage=stage, units=["Block"], precision=precision)
+    engine = engine_of(model)
+    assert len(engine.units) == BLOCKS
+    optimizer = torch.optim.AdamW(model.parameters())
+    for number in range(WARM_UP):
+        step(model, optimizer, rank, number, micro_batches)
+    engine.collectives.reset_counts()
+    step(model, optimizer, rank, WARM_UP, micro_batches)
+    counts = engine.collectives
+    sizes = [
+        (unit.is_root, group.trained, group.layout.total, len(group.parameters))
+        for unit in (engine.root, *engine.units)
+        for group in unit.groups
+    ]
+    return dict(counts.calls), dict(counts.payload), dict(counts.nbytes), sizes
+
+
+def expected(stage, micro_batches, sizes, gather_itemsize=4, reduce_itemsize=4):
+    """Calls, elements and bytes by purpose: the formula of `Placements.traffic` over padded sizes."""
+    trained = sum(total for _, is_trained, total, _ in sizes if is_trained)
+    frozen = sum(total for _, is_trained, total, _ in sizes if not is_trained)
+    root = sum(total for is_root, _, total, _ in sizes if is_root)
+    traffic = lightning_zero.STAGES[stage].traffic(
+        trained, root_numel=root, micro_batches=micro_batches, frozen_numel=frozen
+    )
+    trained_groups = sum(is_trained for _, is_trained, _, _ in sizes)
+    root_groups = sum(is_root for is_root, _, _, _ in sizes)
+    unit_groups = len(sizes) - root_groups
+    backwards = micro_batches if stage >= 2 else 1
+    gathers = {0: 0, 1: trained_groups, 2: trained_groups, 3: micro_batches * (2 * unit_groups + root_groups)}[stage]
+    flags = 2 * sum(parameters for _, _, _, parameters in sizes) * backwards
+    calls = {"gather": gathers, "reduce": trained_groups * backwards, "flags": backwards}
+    payload = {"gather": int(traffic.gathered), "reduce": int(traffic.reduced), "flags": flags}
+    nbytes = {
+        "gather": payload["gather"] * gather_itemsize,
+        "reduce": payload["reduce"] * reduce_itemsize,
+        "flags": flags,
+    }
+    return tuple({key: value for key, value in counter.items() if value} for counter in (calls, payload, nbytes))
+
+
+@pytest.mark.parametrize("freeze", [False, True], ids=["trained", "partly frozen"])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_step_sends_exactly_what_the_table_says(stage, micro_batches, freeze):
+    """Nothing more: no other purpose occurs. One exchange of flags, of one byte a parameter, a reducing backward."""
+    for calls, payload, nbytes, sizes in run_ranks(2, _measure, stage, micro_batches, None, freeze):
+        assert (calls, payload, nbytes) == expected(stage, micro_batches, sizes)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_three_ranks_send_the_same_payload(stage):
+    """The payload counts elements of the buffers; only padding depends on the number of ranks."""
+    for calls, payload, nbytes, sizes in run_ranks(3, _measure, stage, 1, None, False):
+        assert (calls, payload, nbytes) == expected(stage, 1, sizes)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_computing_in_two_bytes_halves_the_gathers(stage):
+    """bf16 crosses the wire on the way out; gradients travel in the recipe's dtype."""
+    recipe = lightning_zero.PrecisionRecipe(compute=torch.bfloat16)
+    reduce_itemsize = recipe.reduce_dtype(torch.float32).itemsize
+    for calls, payload, nbytes, sizes in run_ranks(2, _measure, stage, 1, recipe, False):
+        assert (calls, payload, nbytes) == expected(stage, 1, sizes, 2, reduce_itemsize)
+
+
+def _clipped(rank, stage):
+    model = lightning_zero.shard(Net(), stage=stage, units=["Block"])
+    optimizer = torch.optim.AdamW(model.parameters())
+    for number in range(WARM_UP):
+        step(model, optimizer, rank, number, 1, clip=True)
+    engine_of(model).collectives.reset_counts()
+    step(model, optimizer, rank, WARM_UP, 1, clip=True)
+    counts = engine_of(model).collectives
+    return counts.calls["norm"], counts.payload["norm"], len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_clipping_costs_one_small_all_reduce_where_gradients_are_sharded(stage):
+    """One number a parameter; at stage 0 every rank has them all."""
+    for calls, elements, parameters in run_ranks(2, _clipped, stage):
+        assert (calls, elements) == ((0, 0) if stage == 0 else (1, 2 * parameters))
+
+
+def _evaluated(rank, stage):
+    model = lightning_zero.shard(Net(), stage=stage, units=["Block"])
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer, rank, 0, 1)
+    model.eval()
+    with torch.no_grad():
+        model(torch.arange(3))
+        engine_of(model).collectives.reset_counts()
+        model(torch.arange(3))
+    engine = engine_of(model)
+    return dict(engine.collectives.payload), sum(group.layout.total for group in engine.groups)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_forward_alone_gathers_once_at_stage_3_and_nothing_elsewhere(stage):
+    """Whole weights rest below stage 3."""
+    for payload, total in run_ranks(2, _evaluated, stage):
+        assert payload == ({"gather": total} if stage == 3 else {})
+
+
+# What the counters cannot know
+
+
+def _spy(calls):
+    """Wrap every collective of torch.distributed so that outermost calls are noted in ``calls``."""
+    names = [
+        "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_single", "all_gather_object",
+        "all_gather_coalesced", "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single", "all_to_all",
+        "all_to_all_single", "broadcast", "broadcast_object_list", "reduce", "gather", "gather_object", "scatter",
+        "scatter_object_list", "barrier", "monitored_barrier", "send", "recv", "isend", "irecv", "batch_isend_irecv",
+        "all_reduce_coalesced", "_all_gather_base", "_reduce_scatter_base",
+    ]  # fmt: skip
+    depth = [0]
+
+    def wrapped(name, function):
+        def call(*args, **kwargs):
+            if depth[0] == 0:
+                calls.append(name)
+            depth[0] += 1
+            try:
+                return function(*args, **kwargs)
+            finally:
+                depth[0] -= 1
+
+        return call
+
+    for module in (dist, dist.distributed_c10d):
+        for name in names:
+            if hasattr(module, name):
+                setattr(module, name, wrapped(name, getattr(module, name)))
+
+
+def _everything(rank, stage):
+    calls = []
+    _spy(calls)
+    collectives = []
+    original = lightning_zero.collectives.Collectives.of.__func__
+
+    def remembered(cls, *args):
+        before = len(calls)
+        made = original(cls, *args)
+        del calls[before:]  # making the group for flags is torch's own business
+        collectives.append(made)
+        return made
+
+    lightning_zero.collectives.Collectives.of = classmethod(remembered)
+    torch.manual_seed(rank)
+    model = Net()
+    model.register_buffer("mean", torch.zeros(3))
+    lightning_zero.shard(model, stage=stage, units=["Block"])
+    optimizer = torch.optim.AdamW(model.parameters())
+    for number in range(3):
+        step(model, optimizer, rank, number, 2, clip=True)
+        with torch.no_grad():
+            model.head.weight[0] = 0.1
+            model.blocks[0].up.weight.t().mul_(model.blocks[0].up.weight.norm())
+        optimizer.param_groups[0]["lr"] *= model.norm.weight.mean().item() or 1.0
+    with lightning_zero.gathered(model, writeback=True), torch.no_grad():
+        model.norm.bias.fill_(0.5)
+    model.eval()
+    model(torch.arange(3))
+    from lightning_zero.checkpoint.one_file import full_optimizer_state, full_state_dict
+
+    full_state_dict(model.state_dict(), keep=rank == 0)
+    full_optimizer_state(optimizer, keep=rank == 0)
+    lightning_zero.unshard(model)
+    return len(calls), sum(collectives[0].calls.values()), sorted(set(calls))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_no_collective_escapes_the_counters(stage):
+    """Set-up, training, clipping, writes and reads at rest, `gathered`, checkpoints and the way back."""
+    for called, counted, names in run_ranks(2, _everything, stage):
+        assert called == counted
+        assert {"all_reduce", "broadcast"} <= set(names), "the spy saw nothing"
