@@ -409,7 +409,7 @@ def parse_args() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     parser.add_argument("--accelerator", choices=("cpu", "gpu"), default=accelerator, help="device of a process")
     precisions = ("32-true", "bf16-mixed", "16-mixed", "bf16-true")
     parser.add_argument("--precision", choices=precisions, default="32-true", help="Lightning precision")
-    parser.add_argument("--max-steps", type=positive, default=30, help="optimizer steps")
+    parser.add_argument("--max-steps", type=positive, default=24, help="optimizer steps")
     parser.add_argument("--seq-len", type=positive, default=128, help="most tokens of a chat")
     parser.add_argument("--batch-size", type=positive, default=2, help="chats per process and step")
     parser.add_argument(

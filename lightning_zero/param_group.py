@@ -113,12 +113,13 @@ class ParamGroup:
         self.leaves = [
             WholeParameter.of(p, i, self.model_dtype, not self._main_is_whole) for i, p in enumerate(self.parameters)
         ]
-        self._hooked = [False] * len(self.leaves)
+        self._accumulators: list[list[torch.autograd.graph.Node]] = [[] for _ in self.leaves]
         self._pointed = False
         self._in_window = False
         self._exposed_versions: list[int] = []
         self._placeholder = torch.full((), float("nan"), dtype=torch.float64, device=pool.device).to(self.model_dtype)
         self.writes = [0] * len(self.leaves)
+        self._conceal()
 
         self.gradients = GroupGradients(
             self.partition, placements, self.main_dtype, recipe.reduce_dtype(own), collectives, pool
@@ -127,10 +128,11 @@ class ParamGroup:
         for i, hooks in enumerate(before):
             for hook in hooks:
                 self.hook_grad(i, hook)
-        for i in range(len(self.leaves)):
-            self.hook_gradients(i)
         if placements.keeps_whole_parameters:
             self._begin_resting_whole()
+        # Now that leaves have their shape, which autograd notes.
+        for i in range(len(self.leaves)):
+            self.hook_gradients(i)
 
     # Set-up
 
@@ -327,8 +329,7 @@ class ParamGroup:
         """The whole value in the main dtype, if it rests here."""
         if not self._main_is_whole:
             return None
-        self.unshard()
-        self.wait()
+        self.observer.needed(self)
         assert self._whole is not None
         return self.partition.view(self._whole, index).detach()
 
@@ -388,9 +389,8 @@ class ParamGroup:
         call goes past everything that could have put the leaf in its place.
         """
         parameter = self.parameters[index]
-        if self._hooked[index] or not parameter.requires_grad:
+        if self._accumulators[index] or not parameter.requires_grad:
             return
-        self._hooked[index] = True
         self.leaves[index].follow_requires_grad()
         me = weakref.ref(self)
 
@@ -401,6 +401,10 @@ class ParamGroup:
 
         for holder in (self.leaves[index], parameter):
             torch.Tensor.register_post_accumulate_grad_hook(holder, arrive)
+        with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
+            self._accumulators[index] = [
+                torch.autograd.graph.get_gradient_edge(holder).node for holder in (self.leaves[index], parameter)
+            ]
 
     def _arrive(self, index: int, holder: Tensor) -> None:
         with torch._C.DisableTorchFunctionSubclass():
@@ -414,6 +418,10 @@ class ParamGroup:
     def expected(self) -> list[int]:
         """Parameters that are trained now."""
         return [i for i, parameter in enumerate(self.parameters) if parameter.requires_grad]
+
+    def coming(self) -> set[int]:
+        """Parameters that the running backward will bring a gradient of, as far as autograd knows now."""
+        return {i for i in self.expected if any(_will_run(node) for node in self._accumulators[i])}
 
     def publish(self, used: Sequence[int]) -> None:
         """Give the parameters ``used`` on any rank their gradients; the others keep what they had."""
@@ -458,6 +466,15 @@ class ParamGroup:
 
 # Past the property of the leaf's class, which leads to the resting parameter.
 _raw_grad = cast(Any, torch.Tensor.grad)
+
+
+def _will_run(node: torch.autograd.graph.Node) -> bool:
+    try:
+        return bool(torch._C._will_engine_execute_node(cast(Any, node)))
+    except RuntimeError:
+        # `torch.autograd.grad` with respect to this very leaf: it takes the gradient, and nothing accumulates.
+        return False
+
 
 _OWN_ATTRIBUTES = {"_fragment", "_slicing", "_owner", "_index"}
 

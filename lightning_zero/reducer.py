@@ -1,10 +1,12 @@
 """The order in which gradients are averaged: the same on every rank, as early as it can be.
 
-    backward        unit n done | unit n-1 done | ...          gradients of n travel while n-1 computes
-    end             what is missing, with zeros; then `grad` appears on the parameters
+    begin     which gradients will come, exchanged           a group that only other ranks use is joined with zeros
+    backward  unit n done | unit n-1 done | ...              gradients of n travel while n-1 computes
+    end       which gradients came, exchanged                `grad` appears on the parameters
 
-Ranks may differ in which parameters got a gradient. A small exchange of flags at the end of every backward settles it:
-a parameter that no rank used keeps its gradient as it was, one that some rank used gets the mean over all.
+Ranks may differ in which parameters get a gradient: one that no rank used keeps its gradient as it was, one that some
+rank used gets the mean over all. Both exchanges are a byte a parameter and asynchronous, and a rank waits for one only
+where the others may differ from itself.
 """
 
 from __future__ import annotations
@@ -23,6 +25,51 @@ _UNUSED, _IN_TIME, _LATE = 0, 1, 2
 
 AGREEMENTS = 2
 """The order is rank 0's forward order at first, and what its first backward was observed to do from then on."""
+
+
+class _Flags:
+    """A byte for each parameter of each group, and one more; after `read` the maximum over ranks.
+
+    Args:
+        groups: whose parameters.
+        value: the byte of parameter ``index`` of a group.
+        last: the extra byte.
+        exchange: begins the maximum over ranks of a host tensor, in place.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[ParamGroup],
+        value: Callable[[ParamGroup, int], int],
+        last: bool,
+        exchange: Callable[[Tensor], Pending],
+    ) -> None:
+        self._start: dict[ParamGroup, int] = {}
+        values: list[int] = []
+        for group in groups:
+            self._start[group] = len(values)
+            values.extend(value(group, index) for index in range(len(group.parameters)))
+        self.own = [*values, int(last)]
+        self._tensor = torch.tensor(self.own, dtype=torch.uint8)
+        self._pending = exchange(self._tensor)
+        self._read: list[int] | None = None
+
+    def read(self) -> None:
+        """Wait for the other ranks' bytes."""
+        if self._read is None:
+            self._pending.wait()
+            self._read = self._tensor.tolist()
+
+    def of(self, group: ParamGroup) -> list[int]:
+        """The bytes of ``group``: of all ranks once they were read, before that this rank's own."""
+        start = self._start[group]
+        values = self.own if self._read is None else self._read
+        return values[start : start + len(group.parameters)]
+
+    @property
+    def last(self) -> int:
+        """The extra byte."""
+        return (self.own if self._read is None else self._read)[-1]
 
 
 class Reducer:
@@ -51,15 +98,19 @@ class Reducer:
         """Whether this backward is not the last of its optimizer step; only where whole gradients may wait."""
         self._order = list(reversed(self._groups))
         self._agreed = 0
-        self._excluded: dict[ParamGroup, set[int]] = {group: set() for group in groups}
-        self._flags = Pending()
         self._running = False
+        self._coming: _Flags | None = None
         self._awaited: dict[ParamGroup, set[int]] = {}
         self._completed: dict[ParamGroup, None] = {}
         self._launched: dict[ParamGroup, None] = {}
         self._cursor = 0
 
     # During backward
+
+    @property
+    def _waits(self) -> bool:
+        """Whether this backward's gradients wait for those of a later one."""
+        return self.accumulating and self._whole_may_wait
 
     def begin(self) -> None:
         """Note that a backward runs: its end is when the engine's outermost graph task ends."""
@@ -70,11 +121,9 @@ class Reducer:
         if self._agreed < AGREEMENTS:
             self._agree_on_order()
         self._completed.clear()
-        self._awaited = {group: self._expected(group) for group in self._groups}
-
-    def _expected(self, group: ParamGroup) -> set[int]:
-        """Parameters whose gradients a reduction waits for: trained now, and used the last time on some rank."""
-        return set(group.expected) - self._excluded[group]
+        self._awaited = {group: group.coming() for group in self._groups}
+        if not self._waits:
+            self._coming = self._predict()
 
     def _agree_on_order(self) -> None:
         first = reversed(list(self._forward_order())) if self._agreed == 0 else self._completed
@@ -84,29 +133,47 @@ class Reducer:
         self._order = [self._groups[i] for i in self._collectives.broadcast_flags(positions).tolist()]
         self._agreed += 1
 
+    def _predict(self) -> _Flags:
+        """Which gradients will come; and whether some parameter in training gets none that autograd knows of."""
+        awaited = self._awaited
+
+        def value(group: ParamGroup, index: int) -> int:
+            return _IN_TIME if index in awaited[group] or index in group.gradients.arrived else _UNUSED
+
+        holes = any(not awaited[group].issuperset(group.expected) for group in self._groups)
+        return _Flags(self._groups, value, holes, self._collectives.max_flags)
+
     def arrived(self, group: ParamGroup, index: int) -> None:
         """Backward gave ``group`` the gradient of its parameter ``index``."""
         self.begin()
         awaited = self._awaited[group]
-        awaited.discard(index)
-        if awaited or group in self._completed:
+        if index not in awaited:
             return
-        self._completed[group] = None
-        if not (self.accumulating and self._whole_may_wait):
+        awaited.discard(index)
+        if not awaited:
+            self._completed[group] = None
             self._advance()
 
     def _advance(self) -> None:
-        """Reduce, in the agreed order, what is complete."""
-        while self._cursor < len(self._order):
+        """Reduce, in the agreed order, what is complete here or used on other ranks alone."""
+        while not self._waits and self._cursor < len(self._order):
             group = self._order[self._cursor]
-            if group in self._completed:
-                self._launch(group)
-            elif self._awaited[group]:
+            if self._awaited[group]:
                 return
+            if self._is_used(group):
+                self._launch(group)
             self._cursor += 1
+
+    def _is_used(self, group: ParamGroup) -> bool:
+        """Whether some rank will have a gradient of ``group``, as far as autograd knew at the start."""
+        assert self._coming is not None
+        if not any(self._coming.of(group)) and group.expected:
+            self._coming.read()
+        return any(self._coming.of(group))
 
     def _launch(self, group: ParamGroup) -> None:
         # One reduction under way at a time: at most two units' gradients are whole, this one's and the next one's.
+        # The others join it without waiting for anything but the start of this backward, so this cannot hang.
         for other in self._launched:
             other.gradients.settle()
         group.gradients.reduce()
@@ -117,56 +184,44 @@ class Reducer:
     def finish(self) -> None:
         """Reduce what is missing and publish gradients; also what earlier backwards left to wait."""
         self._running = False
-        if not (self.accumulating and self._whole_may_wait):
+        if not self._waits:
+            # A gradient that was announced and is undefined never comes.
+            for awaited in self._awaited.values():
+                awaited.clear()
+            self._advance()
             self._flush()
         self._on_end()
 
     def _flush(self) -> None:
-        flags = self._exchange_flags()
+        """Reduce what came unannounced, and publish."""
+        came = self._compare()
         for group in self._order:
-            mine = flags[group]
-            if group in self._launched:
-                if _LATE in mine.values():
-                    self._launch(group)
-            elif any(mine.values()):
+            flags = came.of(group)
+            if _LATE in flags if group in self._launched else any(flags):
                 self._launch(group)
         self._launched.clear()
+        self._coming = None
         self._cursor = 0
         for group in self._groups:
-            group.publish([index for index, flag in flags[group].items() if flag])
+            group.publish([index for index, flag in enumerate(came.of(group)) if flag])
 
-    def _exchange_flags(self) -> dict[ParamGroup, dict[int, int]]:
-        """For each parameter, whether any rank has a gradient of it, and whether one came after its reduction."""
-        own = {group: self._own_flags(group) for group in self._groups}
-        missing = any(
-            flag == _UNUSED and i not in self._excluded[group] and group.parameters[i].requires_grad
-            for group, flags in own.items()
-            for i, flag in flags.items()
-        )
-        tensor = torch.tensor([flag for flags in own.values() for flag in flags.values()], dtype=torch.uint8)
-        self._flags.wait()
-        self._flags = self._collectives.max_flags(tensor)
-        # Read only where they can differ from this rank's own: reading waits for the slowest rank.
-        if not missing and not any(self._excluded.values()):
-            return own
-        self._flags.wait()
-        return self._note(own, tensor)
+    def _compare(self) -> _Flags:
+        """Which gradients came, and which after their group's reduction; of all ranks where they may differ."""
 
-    def _own_flags(self, group: ParamGroup) -> dict[int, int]:
-        pending = _LATE if group in self._launched else _IN_TIME
-        return {
-            i: pending if i in group.gradients.arrived else _IN_TIME if i in group.gradients.sent else _UNUSED
-            for i in range(len(group.parameters))
-        }
+        def value(group: ParamGroup, index: int) -> int:
+            if index in group.gradients.arrived:
+                return _LATE if group in self._launched else _IN_TIME
+            return _IN_TIME if index in group.gradients.sent else _UNUSED
 
-    def _note(self, own: dict[ParamGroup, dict[int, int]], tensor: Tensor) -> dict[ParamGroup, dict[int, int]]:
-        """All ranks' flags by group; parameters that no rank used are not waited for the next time."""
-        values = iter(tensor.tolist())
-        flags = {group: {i: next(values) for i in indices} for group, indices in own.items()}
-        for group, by_index in flags.items():
-            trained = set(group.expected)
-            self._excluded[group] = {i for i, flag in by_index.items() if flag == _UNUSED and i in trained}
-        return flags
+        came = _Flags(self._groups, value, False, self._collectives.max_flags)
+        holes = True
+        if self._coming is not None:
+            self._coming.read()
+            holes = bool(self._coming.last)
+        missing = any(not came.of(group)[index] for group in self._groups for index in group.expected)
+        if holes or missing:
+            came.read()
+        return came
 
     # Outside backward
 
@@ -180,6 +235,7 @@ class Reducer:
         if self._running and torch._C._current_graph_task_id() == -1:
             self._running = False
             self._launched.clear()
+            self._coming = None
             self._cursor = 0
             for group in self._groups:
                 group.gradients.discard_unreduced()

@@ -159,6 +159,10 @@ def _alike(a: ShardedTensor, b: ShardedTensor) -> bool:
     )
 
 
+def _are_alike(row: Sequence[Any], lead: ShardedTensor) -> bool:
+    return all(_alike(item, lead) for item in row if isinstance(item, ShardedTensor))
+
+
 def _wrapped(out: Any, lead: ShardedTensor) -> Any:
     if isinstance(out, Tensor):
         return ShardedTensor(out, lead.slicing)
@@ -170,24 +174,28 @@ def _wrapped(out: Any, lead: ShardedTensor) -> Any:
 
 def _on_lists(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     lists = [value for value in (*args, *kwargs.values()) if _is_tensor_list(value)]
+    rows = list(zip(*lists, strict=True))
     leads: list[Any] = [
         next((item for item in row if isinstance(item, ShardedTensor)), None) for row in zip(*lists, strict=True)
     ]
     if None in leads or _writes_plain(func, args, kwargs):
         return _one_by_one(func, args, kwargs, lists)
     written = _written(func, args, kwargs)
-    # Kernels need no launch for tensors that lie on other ranks.
-    keep = [i for i, lead in enumerate(leads) if lead.fragment.numel()] if written else list(range(len(leads)))
-    if written and not keep:
-        return None
+    keep = list(range(len(leads)))
+    if written and all(_are_alike(row, lead) for row, lead in zip(rows, leads)):
+        # Kernels need no launch for tensors that lie on other ranks. Operands that are cut differently are made whole,
+        # which takes all ranks.
+        keep = [i for i in keep if leads[i].fragment.numel()]
     try:
         local_args = [_local_list(value, leads, keep) for value in args]
         local_kwargs = {key: _local_list(value, leads, keep) for key, value in kwargs.items()}
     except _NotAlike:
         return _one_by_one(func, args, kwargs, lists)
     if written:
+        # Announced also where nothing of it lies: whole values become stale on all ranks or on none.
         with writing(written):
-            func(*local_args, **local_kwargs)
+            if keep:
+                func(*local_args, **local_kwargs)
         return None
     out = func(*local_args, **local_kwargs)
     return [_wrapped(item, lead) for item, lead in zip(out, leads, strict=True)]

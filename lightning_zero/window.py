@@ -202,7 +202,7 @@ class Windows:
             self._let_go()
             for unit in (self.root, *self.units):
                 unit.check()
-            self.root.unshard()
+            self.refresh()
         self._steps += 1
         try:
             with self.saving():
@@ -263,13 +263,13 @@ class Windows:
         if self._steps:
             self._open_root()
         self._let_go(keep=unit)
-        unit.unshard()
+        self._unshard(unit)
         self._follow(unit)
         unit.wait()
 
     def _open_root(self) -> None:
         if not self.root.swapped:
-            self.root.unshard()
+            self._unshard(self.root)
             self.root.wait()
             self.root.swap_in()
 
@@ -285,7 +285,7 @@ class Windows:
         self._previous = unit
         following = self._successor.get(unit)
         if following is not None and following is not unit:
-            following.unshard()
+            self._unshard(following)
             self._prefetched = following
 
     def _exit(self, unit: Unit) -> None:
@@ -354,7 +354,7 @@ class Windows:
         elif not unit.is_root and unit.depth == 0:
             self._let_go(keep=unit)
             self._lingering = unit
-        unit.unshard()
+        self._unshard(unit)
         unit.wait()
 
     def touched(self, group: ParamGroup) -> None:
@@ -367,16 +367,24 @@ class Windows:
         """A resting parameter was written: nobody may go on with the old whole value."""
         unit = self._unit_of[group]
         if unit.depth:
-            unit.unshard()
+            self._unshard(unit)
             unit.wait()
         else:
             unit.swap_out()
 
     def refresh(self) -> None:
-        """Begin to make stale whole values that rest, and the root's, current: first those that forward needs first."""
-        for unit in (self.root, *self.forward_order, *self.units):
-            if unit.is_root or all(group.placements.keeps_whole_parameters for group in unit.groups):
-                unit.unshard()
+        """Begin to make stale whole values that rest, and the root's, current: in one order on every rank."""
+        self.root.unshard()
+        for unit in self.units if not self._packs else ():
+            unit.unshard()
+
+    def _unshard(self, unit: Unit) -> None:
+        """Begin to make ``unit`` whole."""
+        if self._packs:
+            unit.unshard()
+        elif not unit.is_whole:
+            # Ranks may differ in which unit they need next; where all of them rest, all are gathered together.
+            self.refresh()
 
     def unit_of(self, group: ParamGroup) -> Unit:
         """The unit that ``group`` belongs to."""

@@ -11,7 +11,9 @@ def layouts(seed, count=60):
     """Random sizes, with 0-element tensors and scalars among them, and 1 to 7 shards."""
     rng = random.Random(seed)
     for _ in range(count):
-        sizes = tuple(rng.choice([0, 1, rng.randrange(1, 9), rng.randrange(1, 200)]) for _ in range(rng.randrange(0, 9)))
+        sizes = tuple(
+            rng.choice([0, 1, rng.randrange(1, 9), rng.randrange(1, 200)]) for _ in range(rng.randrange(0, 9))
+        )
         yield FlatLayout(sizes, rng.randrange(1, 8))
 
 

@@ -179,9 +179,7 @@ class Run:
         self.records.append(value)
 
     def result(self):
-        gradients = {
-            name: None if p.grad is None else whole(p.grad) for name, p in self.model.named_parameters()
-        }
+        gradients = {name: None if p.grad is None else whole(p.grad) for name, p in self.model.named_parameters()}
         if not self.plain:
             assert all(isinstance(p, ShardedParameter) for p in self.model.parameters()), "not at rest"
         weights = {name: whole(p) for name, p in self.model.named_parameters()}
@@ -287,9 +285,7 @@ def test_any_number_of_ranks_equals_one_process(stage, world_size):
 @pytest.mark.parametrize("feature", [None, everything], ids=["plain", "everything"])
 def test_accumulation_equals_one_process(stage, feature):
     """Three micro-batches a step, the first two inside `no_sync`."""
-    compare(
-        lambda run: steps(run, adamw(run.model), 3, micro_batches=3), stage, make=functools.partial(build, feature)
-    )
+    compare(lambda run: steps(run, adamw(run.model), 3, micro_batches=3), stage, make=functools.partial(build, feature))
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -381,6 +377,7 @@ def test_one_rank_may_use_again_what_none_used_before(stage, world_size):
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_graph_may_change_from_step_to_step(stage):
     """Recorded orders are hints: another path only costs a prefetch."""
+
     def scenario(run):
         optimizer = adamw(run.model)
         for order in [[0, 1, 2, 3], [3, 1], [0, 1, 2, 3], [2], [0, 0, 3, 2], [1, 2, 3]]:
@@ -459,9 +456,7 @@ def test_optimizers_equal_one_process_at_the_other_stages(stage, name):
     def clip(run):
         nn.utils.clip_grad_norm_(run.model.parameters(), 0.5)
 
-    compare(
-        lambda run: steps(run, _optimizer(name, "default")(run.model), 3, micro_batches=2, before_step=clip), stage
-    )
+    compare(lambda run: steps(run, _optimizer(name, "default")(run.model), 3, micro_batches=2, before_step=clip), stage)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -707,7 +702,8 @@ def _write(parameter, how):
         elif how == "index_add":
             parameter.index_add_(0, torch.tensor([0, 1]), torch.ones(2, parameter.shape[1], dtype=parameter.dtype))
         elif how == "addmm":
-            parameter.addmm_(torch.ones(parameter.shape[0], 2).to(parameter), torch.ones(2, parameter.shape[1]).to(parameter))
+            rows, columns = parameter.shape
+            parameter.addmm_(torch.ones(rows, 2, dtype=parameter.dtype), torch.ones(2, columns, dtype=parameter.dtype))
         elif how == "out":
             torch.mul(parameter, 1.5, out=parameter)
     if how == "data clamp":
@@ -790,8 +786,9 @@ def test_reading_at_rest_gives_whole_values(stage):
                     p.norm(), p.sum(), p.mean(), p.max(), p.min(), p.abs().max(), (p > 0).any(), (p < 9).all(),
                     p.norm(1), p.norm(float("inf")), p.std() if p.ndim else p, p.square().sum(), p * 2 + 1,
                     p.reshape(-1)[:2], p.t() if p.ndim == 2 else p, p @ p.t() if p.ndim == 2 else p, p.sum(-1),
-                    p.argmax(), torch.stack([p, p]).sum(0), torch.equal(p, p), p.isnan().any(), torch.tensor(p.tolist()),
-                    p.double().cumsum(0).sum() if p.ndim else p, p.sort().values if p.ndim else p, p.norm(dim=0) if p.ndim else p,
+                    p.argmax(), torch.stack([p, p]).sum(0), torch.equal(p, p), p.isnan().any(),
+                    torch.tensor(p.tolist()), p.cumsum(0).sum() if p.ndim else p, p.sort().values if p.ndim else p,
+                    p.norm(dim=0) if p.ndim else p,
                 ):  # fmt: skip
                     run.record(value)
             run.record(nn.utils.parameters_to_vector(run.model.blocks[1].parameters()))
@@ -1180,7 +1177,7 @@ def test_good_steps_follow_an_exception(stage, in_step, where):
             except Stumble:
                 continue
             optimizer.step()
-        run.losses = [loss for loss in run.losses[-3:]]
+        run.losses = run.losses[-3:]
 
     compare(scenario, stage)
 

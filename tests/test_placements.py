@@ -17,7 +17,7 @@ GB = 1e9
     ],
 )
 def test_bytes_equal_figure_1_of_the_paper(stage, gigabytes):
-    """7.5B parameters on 64 ranks, 2-byte weights and gradients, 4 + 8 bytes of optimizer (Rajbhandari 2020, fig. 1)."""
+    """7.5B parameters on 64 ranks, 2-byte weights and gradients, fp32 Adam (Rajbhandari 2020, fig. 1)."""
     held = STAGES[stage].bytes_per_rank(
         int(PSI), 64, main_itemsize=4, model_itemsize=2, grad_itemsize=2, optimizer_itemsize=8
     )

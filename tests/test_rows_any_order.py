@@ -115,14 +115,24 @@ def everything_twin(folder: Path, new_trainers: bool) -> dict[str, Any]:
     return everything("auto", None, folder, new_trainers)
 
 
+@cache
+def everything_on_ranks(stage: int, folder: Path, new_trainers: bool) -> list[dict[str, Any]]:
+    folder.mkdir(exist_ok=True)
+    return on_ranks(stage, everything, folder, new_trainers)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the twin's checkpoints are, and below it each stage's."""
+    return tmp_path_factory.mktemp("everything")
+
+
 @pytest.mark.parametrize("new_trainers", [False, True], ids=["one_trainer", "new_trainers"])
 @pytest.mark.parametrize("stage", STAGES)
-def test_m4_calls_in_a_row_are_those_of_one_process(
-    stage: int, new_trainers: bool, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_m4_calls_in_a_row_are_those_of_one_process(stage: int, new_trainers: bool, folder: Path) -> None:
     """M4: fit, validate, test, predict, fit: metrics, predictions, and a second fit that goes on from the first."""
-    twin = everything_twin(tmp_path_factory.getbasetemp(), new_trainers)
-    both = on_ranks(stage, everything, tmp_path, new_trainers)
+    twin = everything_twin(folder, new_trainers)
+    both = everything_on_ranks(stage, folder / str(stage), new_trainers)
     for found in both:
         assert_close(found["state"], twin["state"])
         for call in ("1 validate", "2 test"):
@@ -133,20 +143,17 @@ def test_m4_calls_in_a_row_are_those_of_one_process(
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_j3_a_checkpoint_may_be_saved_after_any_call(
-    stage: int, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_j3_a_checkpoint_may_be_saved_after_any_call(stage: int, folder: Path) -> None:
     """J3: after validate, test and predict it holds what it held after fit, optimizer state too: the twin's values."""
-    twin_folder = tmp_path_factory.getbasetemp()
-    everything_twin(twin_folder, False)
-    on_ranks(stage, everything, tmp_path, False)
-    after_fit = read_checkpoint(tmp_path / "0.ckpt")
-    assert_close(after_fit["state_dict"], read_checkpoint(twin_folder / "0.ckpt")["state_dict"])
+    everything_twin(folder, False)
+    everything_on_ranks(stage, folder / str(stage), False)
+    after_fit = read_checkpoint(folder / str(stage) / "0.ckpt")
+    assert_close(after_fit["state_dict"], read_checkpoint(folder / "0.ckpt")["state_dict"])
     for number in (1, 2, 3):
-        saved = read_checkpoint(tmp_path / f"{number}.ckpt")
+        saved = read_checkpoint(folder / str(stage) / f"{number}.ckpt")
         assert_close(saved["state_dict"], after_fit["state_dict"], tolerance=0)
     for number in range(5):
-        saved, expected = (read_checkpoint(folder / f"{number}.ckpt") for folder in (tmp_path, twin_folder))
+        saved, expected = (read_checkpoint(path / f"{number}.ckpt") for path in (folder / str(stage), folder))
         assert saved.keys() == expected.keys()
         assert_same_optimizer_state(saved["optimizer_states"], expected["optimizer_states"])
 
@@ -217,7 +224,7 @@ class Writes(BasePredictionWriter):
     def write_on_epoch_end(
         self, trainer: Trainer, module: LightningModule, predictions: Any, batch_indices: Sequence[Any]
     ) -> None:
-        self.epoch = [index for (loader_indices) in batch_indices for batch in loader_indices for index in batch]
+        self.epoch = [index for loader_indices in batch_indices for batch in loader_indices for index in batch]
 
 
 def predict_and_write(strategy: str, rank: int | None, batch_size: int) -> tuple[dict[int, Tensor], list[int]]:
