@@ -280,6 +280,11 @@ class SupervisedFineTuning(LightningModule):
         self.log("loss", loss, prog_bar=True)
         return loss
 
+    def on_validation_epoch_start(self) -> None:
+        # Precision "bf16-true" casts the metrics too, and bf16 counts tokens up to 256 only.
+        self.held_out_loss.set_dtype(torch.float32)
+        self.held_out_perplexity.set_dtype(torch.float32)
+
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         output = self.model(**batch)
         targets = batch["labels"][:, 1:]
@@ -357,11 +362,12 @@ def generate_answer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, 
 def format_bytes_table(of_ranks: list[list[int]], numel: int, stage: int, precision: str) -> str:
     """One row of model-state bytes for the formula and one for each rank, each with its ratio to the formula."""
     main_itemsize = 2 if precision == "bf16-true" else 4
+    keeps_half_copy = precision.endswith("-mixed") and stage > 0  # DDP casts in each operation instead
     formula = lightning_zero.STAGES[stage].bytes_per_rank(
         numel,
         len(of_ranks),
         main_itemsize=main_itemsize,
-        model_itemsize=2 if precision.endswith("-mixed") else None,
+        model_itemsize=2 if keeps_half_copy else None,
         optimizer_itemsize=2 * main_itemsize,  # two moments
     )
     expected = [getattr(formula, kind) for kind in KINDS]

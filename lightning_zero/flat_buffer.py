@@ -11,8 +11,8 @@ An escaped view therefore costs memory and never a wrong value.
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -25,21 +25,21 @@ def storage_id(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _users(tensor: Tensor) -> int:
-    return int(torch._C._storage_Use_Count(storage_id(tensor)))
-
-
-@dataclass
 class _Slot:
-    buffer: Tensor
-    alone: int = field(init=False)
+    """One buffer and how many refer to it when nobody else does."""
 
-    def __post_init__(self) -> None:
-        self.alone = _users(self.buffer)
+    def __init__(self, buffer: Tensor) -> None:
+        self.buffer = buffer
+        self._storage = buffer.untyped_storage()
+        self._alone = self._users()
+
+    def _users(self) -> int:
+        # Tensors and numpy arrays count as users of the storage; its one Python object counts its own.
+        return int(torch._C._storage_Use_Count(self._storage._cdata)) + sys.getrefcount(self._storage)
 
     @property
     def free(self) -> bool:
-        return _users(self.buffer) <= self.alone
+        return self._users() <= self._alone
 
 
 class BufferPool:

@@ -89,8 +89,9 @@ def expected(stage, micro_batches, sizes, gather_itemsize=4, reduce_itemsize=4):
     unit_groups = len(sizes) - root_groups
     backwards = micro_batches if stage >= 2 else 1
     gathers = {0: 0, 1: trained_groups, 2: trained_groups, 3: micro_batches * (2 * unit_groups + root_groups)}[stage]
-    flags = 2 * sum(parameters for _, _, _, parameters in sizes) * backwards
-    calls = {"gather": gathers, "reduce": trained_groups * backwards, "flags": backwards}
+    # What will come and what came: a byte a parameter and one more, which an all-reduce sends twice.
+    flags = 2 * 2 * (sum(parameters for _, _, _, parameters in sizes) + 1) * backwards
+    calls = {"gather": gathers, "reduce": trained_groups * backwards, "flags": 2 * backwards}
     payload = {"gather": int(traffic.gathered), "reduce": int(traffic.reduced), "flags": flags}
     nbytes = {
         "gather": payload["gather"] * gather_itemsize,
@@ -104,7 +105,7 @@ def expected(stage, micro_batches, sizes, gather_itemsize=4, reduce_itemsize=4):
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_step_sends_exactly_what_the_table_says(stage, micro_batches, freeze):
-    """Nothing more: no other purpose occurs. One exchange of flags, of one byte a parameter, a reducing backward."""
+    """Nothing more: no other purpose occurs. Two exchanges of flags, of one byte a parameter, a reducing backward."""
     for calls, payload, nbytes, sizes in run_ranks(2, _measure, stage, micro_batches, None, freeze):
         assert (calls, payload, nbytes) == expected(stage, micro_batches, sizes)
 
