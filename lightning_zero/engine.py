@@ -188,9 +188,9 @@ class Engine(GroupObserver):
         """A parameter of ``group`` takes part in a differentiable operation at rest."""
         self.windows.touched(group)
 
-    def saving(self) -> AbstractContextManager[Any]:
-        """Context of an operation on touched leaves."""
-        return self.windows.saving()
+    def operating(self) -> AbstractContextManager[Any]:
+        """Context of one operation on resting parameters."""
+        return self.windows.operating()
 
     def went_stale(self, group: ParamGroup) -> None:
         """A fragment of ``group`` changed."""
@@ -254,7 +254,7 @@ class Engine(GroupObserver):
         """Context in which everything is whole, so that no forward inside is a collective."""
         with ExitStack() as stack:
             for unit in (self.root, *self.units):
-                stack.enter_context(self.windows.held_open(unit, writeback=False))
+                stack.enter_context(self.windows.held_open(unit))
             yield
 
 
@@ -433,13 +433,38 @@ def gathered(module: nn.Module, writeback: bool = False) -> Iterator[None]:
         writeback: keep what rank 0 wrote into the parameters.
 
     Raises:
-        RuntimeError: a parameter was written and ``writeback`` is false; at the end, with nothing kept.
+        RuntimeError: a rank wrote a parameter and ``writeback`` is false; at the end, on all ranks, with nothing kept.
     """
     units = _units_of(module)
+    groups = [group for _, unit in units for group in unit.groups]
     with ExitStack() as stack:
         for windows, unit in units:
-            stack.enter_context(windows.held_open(unit, writeback))
-        yield
+            stack.enter_context(windows.held_open(unit))
+        snapshots = [] if writeback else [group.snapshot() for group in groups]
+        try:
+            yield
+            if writeback:
+                for group in groups:
+                    group.write_back()
+            else:
+                _refuse_writes(groups)
+        except BaseException:
+            for group, snapshot in zip(groups, snapshots):
+                group.restore(snapshot)
+            raise
+
+
+def _refuse_writes(groups: Sequence[ParamGroup]) -> None:
+    written = [name for group in groups for name in group.written_names()]
+    flag = torch.tensor([bool(written)], dtype=torch.uint8)
+    if groups:
+        groups[0].collectives.max_flags(flag).wait()
+    if flag.item():
+        raise RuntimeError(
+            f"`{written[0] if written else 'a parameter'}` was written inside `gathered(module)`"
+            f"{'' if written else ' on another rank'}; nothing was kept. To keep what rank 0 wrote, use"
+            " `with lightning_zero.gathered(module, writeback=True):`."
+        )
 
 
 def _units_of(module: nn.Module) -> list[tuple[Windows, Unit]]:

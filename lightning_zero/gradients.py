@@ -5,7 +5,7 @@ arrive 0, 1, ...  ->  | whole buffer |  --reduce-->  in flight  --settle-->  mai
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -143,9 +143,13 @@ class GroupGradients:
                     self._grads[i] = self._new_grad(i)
 
     def discard_unreduced(self) -> None:
-        """Forget local gradients of a backward that failed."""
-        self.settle()
+        """Forget what a backward that failed brought, local or reduced, and was not published."""
+        if self._reducing is not None:
+            self._reducing[0].wait()
+            self._reducing = None
         self.arrived, self.sent, self._local = set(), set(), None
+        if self._main is not None:
+            self._drop(i for i, grad in enumerate(self._grads) if grad is None)
 
     def get(self, index: int) -> ShardedTensor | None:
         """The mean gradient of tensor ``index``, or ``None``."""
@@ -160,9 +164,12 @@ class GroupGradients:
         self._foreign.discard(index)
         if grad is not None:
             self._foreign.add(index)
-        if self._main is None:
-            return
-        self._dropped.add(index)
+        if self._main is not None:
+            self._drop([index])
+
+    def _drop(self, indices: Iterable[int]) -> None:
+        """Note that the main buffer holds nothing for these, or let go of it where it holds nothing at all."""
+        self._dropped.update(indices)
         if all(g is None or i in self._foreign for i, g in enumerate(self._grads)):
             self._main = None
             self._dropped.clear()

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_zero.checkpoint.one_file import PER_PARAMETER_SCALARS
 from lightning_zero.flat_buffer import storage_id
 from lightning_zero.param_group import ParamGroup
 from lightning_zero.placements import StateBytes
@@ -44,9 +45,7 @@ def _weights(parameter: nn.Parameter) -> Iterator[Tensor]:
 def _state(optimizer: Optimizer) -> Iterator[Tensor]:
     for state in optimizer.state.values():
         # Step counters are bookkeeping of a few bytes, not state of the size of a parameter.
-        yield from (
-            value for value in state.values() if isinstance(value, Tensor) and (value.ndim or value.numel() > 1)
-        )
+        yield from (v for k, v in state.items() if isinstance(v, Tensor) and k not in PER_PARAMETER_SCALARS)
 
 
 def _nbytes(tensors: Iterable[Tensor], seen: set[int]) -> int:

@@ -46,8 +46,8 @@ class GroupObserver:
         """A parameter of ``group`` takes part in a differentiable operation at rest."""
         self.needed(group)
 
-    def saving(self) -> AbstractContextManager[Any]:
-        """Context of an operation on touched leaves."""
+    def operating(self) -> AbstractContextManager[Any]:
+        """Context of one operation on resting parameters."""
         return nullcontext()
 
     def went_stale(self, group: ParamGroup) -> None:
@@ -90,7 +90,7 @@ class ParamGroup:
         self.trained = parameters[0].requires_grad
         self.placements = placements
         self.observer = GroupObserver()
-        self._collectives = collectives
+        self.collectives = collectives
         self._pool = pool
         self._held = held
         self.model_dtype = recipe.model_dtype(own)
@@ -118,7 +118,7 @@ class ParamGroup:
         self._in_window = False
         self._exposed_versions: list[int] = []
         self._placeholder = torch.full((), float("nan"), dtype=torch.float64, device=pool.device).to(self.model_dtype)
-        self.writes = [0] * len(self.leaves)
+        self._writes = [0] * len(self.leaves)
         self._conceal()
 
         self.gradients = GroupGradients(
@@ -137,11 +137,9 @@ class ParamGroup:
     # Set-up
 
     def _slicing(self, index: int, parameter: Tensor) -> Slicing:
-        shards = range(self._collectives.world_size)
+        shards = range(self.collectives.world_size)
         fragments = [self.layout.fragment(index, r if self.layout.num_shards > 1 else 0) for r in shards]
-        return Slicing(
-            self.names[index], parameter.shape, _dense_stride(parameter), tuple(fragments), self._collectives
-        )
+        return Slicing(self.names[index], parameter.shape, _dense_stride(parameter), tuple(fragments), self.collectives)
 
     def _first_weights(self, parameters: Sequence[Tensor]) -> Tensor:
         """Rank 0's values, of which this rank keeps its shard, shape (shard_numel,)."""
@@ -150,10 +148,10 @@ class ParamGroup:
         else:
             whole = self._pool.take(self.layout.total, self.main_dtype)
         whole.zero_()
-        if self._collectives.rank == 0:
+        if self.collectives.rank == 0:
             for i, parameter in enumerate(parameters):
                 self.partition.view(whole, i).copy_(parameter.detach())
-        self._collectives.broadcast(whole)
+        self.collectives.broadcast(whole)
         if self._main_is_whole:
             self._whole = whole
             return self.partition.own_shard(whole)
@@ -212,7 +210,7 @@ class ParamGroup:
                 source = self.partition.own_shard(self._whole)
                 source.copy_(self.main_weight)
             if self.layout.num_shards > 1:
-                self._gathering = self._collectives.all_gather(self._whole, source)
+                self._gathering = self.collectives.all_gather(self._whole, source)
             elif source.data_ptr() != self._whole.data_ptr():
                 self._whole.copy_(source)
             if self._gathering is None:
@@ -286,6 +284,14 @@ class ParamGroup:
             i for i, (leaf, version) in enumerate(zip(self.leaves, self._exposed_versions)) if leaf._version != version
         ]
 
+    def version(self, index: int) -> int:
+        """Counts the writes to a parameter, at rest and through its leaf."""
+        unfolded = 0
+        if self._exposed_versions:
+            with torch._C.DisableTorchFunctionSubclass():
+                unfolded = self.leaves[index]._version - self._exposed_versions[index]
+        return self._writes[index] + unfolded
+
     def keep_writes(self) -> None:
         """Fold what user code wrote, alike on every rank, into whole weights into the main weights."""
         if self._main_is_whole or not self._fresh:
@@ -296,32 +302,40 @@ class ParamGroup:
     def _fold(self, index: int) -> None:
         assert self._whole is not None
         leaf = self.leaves[index]
+        self._writes[index] = self.version(index)
         self._exposed_versions[index] = leaf._version
         main = self.partition.fragment(self.main_weight, index)
         whole = self.partition.fragment(self.partition.own_shard(self._whole), index)
-        if not torch.equal(main.to(whole.dtype), whole):
-            self.writes[index] += 1
-            # An element that was not written keeps its main precision.
-            main.copy_(torch.where(main.to(whole.dtype) == whole, main, whole.to(main.dtype)))
+        # An element that was not written keeps its main precision.
+        main.copy_(torch.where(main.to(whole.dtype) == whole, main, whole.to(main.dtype)))
 
-    def settle_writes(self, writeback: bool) -> None:
-        """Keep rank 0's writes into whole weights, or see that there are none.
+    def snapshot(self) -> Tensor | None:
+        """Begin to watch for writes into whole values, which are held; what `restore` needs to undo them."""
+        self.keep_writes()
+        with torch._C.DisableTorchFunctionSubclass():
+            self._exposed_versions = [leaf._version for leaf in self.leaves]
+        return self.main_weight.clone() if self._main_is_whole else None
 
-        Raises:
-            RuntimeError: a parameter was written and ``writeback`` is false.
-        """
+    def written_names(self) -> list[str]:
+        """Parameters whose whole values this rank wrote since `snapshot`."""
+        return [self.names[i] for i in self._written_leaves()]
+
+    def restore(self, snapshot: Tensor | None) -> None:
+        """Undo writes into whole values: alike on every rank."""
+        self._exposed_versions = []
+        self._fresh = False
+        self._show_leaves()
+        if snapshot is not None:
+            self.main_weight.copy_(snapshot)
+            self._fresh = self.layout.num_shards == 1
+
+    def write_back(self) -> None:
+        """Make rank 0's whole values everyone's: a collective."""
+        assert self._whole is not None
         with torch.no_grad():
-            assert self._whole is not None
-            if writeback:
-                self._collectives.broadcast(self._whole, "writeback")
-                for i in range(len(self.leaves)) if not self._main_is_whole else ():
-                    self._fold(i)
-            elif written := self._written_leaves():
-                self._exposed_versions = [leaf._version for leaf in self.leaves]
-                raise RuntimeError(
-                    f"`{self.names[written[0]]}` was written inside `gathered(module)`, so its value may differ between"
-                    " ranks. To keep what rank 0 wrote, use `with lightning_zero.gathered(module, writeback=True):`."
-                )
+            self.collectives.broadcast(self._whole, "writeback")
+            for i in range(len(self.leaves)) if not self._main_is_whole else ():
+                self._fold(i)
 
     # Owner: what a resting parameter asks
 
@@ -348,7 +362,7 @@ class ParamGroup:
         with torch.inference_mode(False), torch.no_grad():
             # Not pooled: it is needed rarely, and in mixed precision its size occurs nowhere else.
             whole = torch.empty(self.layout.total, dtype=self.main_dtype, device=self._pool.device)
-            self._collectives.all_gather(whole, self.main_weight, purpose).wait()
+            self.collectives.all_gather(whole, self.main_weight, purpose).wait()
         return whole
 
     def touch(self, index: int) -> Tensor:
@@ -358,9 +372,9 @@ class ParamGroup:
         self.hook_gradients(index)
         return self.leaves[index]
 
-    def saving(self) -> AbstractContextManager[Any]:
-        """Context of an operation on touched leaves."""
-        return self.observer.saving()
+    def operating(self) -> AbstractContextManager[Any]:
+        """Context of one operation: what is touched inside stays whole to its end, and is saved as a place."""
+        return self.observer.operating()
 
     def before_write(self) -> None:
         """A gather under way still reads the main weights; earlier writes into whole weights come first."""
@@ -369,11 +383,12 @@ class ParamGroup:
 
     def after_write(self, index: int) -> None:
         """Whole values are stale."""
-        self.writes[index] += 1
+        self._writes[index] += 1
         leaf = self.leaves[index]
         # A graph that saved the old value must fail in backward, as autograd does for in-place changes.
         torch.autograd.graph.increment_version(leaf)
         if self.layout.num_shards == 1 and self._main_is_whole:
+            self._exposed_versions[index] = leaf._version
             return
         self._fresh = False
         if self._exposed_versions:

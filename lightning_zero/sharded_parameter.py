@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
@@ -51,8 +51,8 @@ class Owner(Protocol):
     def touch(self, index: int) -> Tensor:
         """The leaf that stands for the parameter in autograd, with its whole value."""
 
-    def saving(self) -> AbstractContextManager[Any]:
-        """Context of an operation on touched leaves: autograd must not hold a buffer that does not rest."""
+    def operating(self) -> AbstractContextManager[Any]:
+        """Context of one operation: what is touched inside stays whole to its end, and is saved as a place."""
 
     def before_write(self) -> None:
         """Called before a fragment changes: nobody may still be sending it."""
@@ -227,11 +227,11 @@ class ShardedTensor(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if torch.is_grad_enabled() and not reads_metadata(func) and not _writes_frozen(func, args):
-            owners: list[Owner] = []
-            args = _touched(args, owners)
-            kwargs = {key: _touch(value, owners) for key, value in kwargs.items()}
-            if owners:
-                return call_saving(owners[0], func, args, kwargs)
+            owner = next(_owners(args, kwargs), None)
+            if owner is not None:
+                with owner.operating(), torch._C.DisableTorchFunctionSubclass():
+                    leaves = {key: _touch(value) for key, value in kwargs.items()}
+                    return func(*[_touch(value) for value in args], **leaves)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -470,24 +470,19 @@ def _writes_frozen(func: Any, args: Sequence[Any]) -> bool:
     return bool(in_place and args and isinstance(args[0], ShardedTensor) and not args[0].requires_grad)
 
 
-def call_saving(owner: Owner, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Call ``func`` on leaves: past their ``__torch_function__``, and with their values saved as places."""
-    with owner.saving(), torch._C.DisableTorchFunctionSubclass():
-        return func(*args, **kwargs)
+def _owners(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Owner]:
+    for value in (*args, *kwargs.values()):
+        for item in value if type(value) in (list, tuple) else (value,):
+            owner = item.owner if isinstance(item, ShardedParameter) else None
+            if owner is not None:
+                yield owner
 
 
-def _touched(args: Sequence[Any], owners: list[Owner]) -> list[Any]:
-    return [_touch(value, owners) for value in args]
-
-
-def _touch(value: Any, owners: list[Owner]) -> Any:
-    """``value`` with each owned parameter replaced by its leaf, whose value is whole; ``owners`` grows."""
+def _touch(value: Any) -> Any:
+    """``value`` with each owned parameter replaced by its leaf, whose value is whole."""
     if isinstance(value, ShardedParameter):
         owner = value.owner
-        if owner is None:
-            return value
-        owners.append(owner)
-        return owner.touch(value._index)
+        return value if owner is None else owner.touch(value._index)
     if type(value) in (list, tuple) and any(isinstance(item, ShardedParameter) for item in value):
-        return type(value)(_touched(value, owners))
+        return type(value)([_touch(item) for item in value])
     return value

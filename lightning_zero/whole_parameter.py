@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.sharded_parameter import Owner, ShardedParameter, call_saving, reads_metadata
+from lightning_zero.sharded_parameter import Owner, ShardedParameter, reads_metadata
 
 __all__ = ["ConcealedParameter", "WholeParameter"]
 
@@ -137,21 +137,27 @@ class ConcealedParameter(WholeParameter):
         if func is not torch.Tensor.detach and reads_metadata(func):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        owners = [
-            _open(item)
+        concealed = [
+            item
             for value in (*args, *kwargs.values())
             for item in (value if isinstance(value, list | tuple) else (value,))
             if isinstance(item, ConcealedParameter)
         ]
-        return call_saving(owners[0], func, args, kwargs)
+        with _owner(concealed[0]).operating(), torch._C.DisableTorchFunctionSubclass():
+            for leaf in concealed:
+                _open(leaf)
+            return func(*args, **kwargs)
 
 
-def _open(leaf: ConcealedParameter) -> Owner:
+def _open(leaf: ConcealedParameter) -> None:
+    _owner(leaf).touch(leaf._index)
+
+
+def _owner(leaf: ConcealedParameter) -> Owner:
     owner = leaf._resting.owner
     if owner is None:
         raise RuntimeError(
             f"`{leaf._resting.slicing.name}` was kept from inside a forward, and its module is no longer sharded."
             " Read the module's own parameter."
         )
-    owner.touch(leaf._index)
     return owner

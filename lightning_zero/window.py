@@ -154,7 +154,7 @@ class _PackedWeight:
     unit: Unit
     group: ParamGroup
     index: int
-    writes: int
+    version: int
     offset: int
     size: torch.Size
     stride: tuple[int, ...]
@@ -189,6 +189,7 @@ class Windows:
         self._prefetched: Unit | None = None
         self._lingering: Unit | None = None
         self._opened_in_backward: dict[Unit, None] = {}
+        self._operands: dict[Unit, None] = {}
         self.forward_order: dict[Unit, None] = {}
         """Units in the order of their first forward."""
 
@@ -302,9 +303,16 @@ class Windows:
     def _let_go(self, keep: Unit | None = None) -> None:
         """Free the unit that was used last and the one that was gathered ahead, but for ``keep``."""
         for unit in (self._lingering, self._prefetched):
-            if unit is not None and unit is not keep and unit.depth == 0:
-                unit.reshard()
+            if unit is not None and unit is not keep:
+                self._close(unit)
         self._lingering = self._prefetched = None
+
+    def _close(self, unit: Unit) -> bool:
+        """Free ``unit`` unless a forward of it runs or an operation under way uses it; whether it was freed."""
+        if unit.depth or unit in self._operands:
+            return False
+        unit.reshard()
+        return True
 
     # Backward
 
@@ -323,8 +331,7 @@ class Windows:
             self._previous = None
         preceding = self._predecessor.get(unit)
         for other in [*self._opened_in_backward]:
-            if other is not unit and other is not preceding and other.depth == 0:
-                other.reshard()
+            if other is not unit and other is not preceding and self._close(other):
                 del self._opened_in_backward[other]
         unit.unshard()
         self._opened_in_backward[unit] = None
@@ -336,8 +343,7 @@ class Windows:
     def end_backward(self) -> None:
         """Close everything that backward opened; parameters are at rest afterwards."""
         for unit in self._opened_in_backward:
-            if unit.depth == 0:
-                unit.reshard()
+            self._close(unit)
         self._opened_in_backward.clear()
         self._let_go()
         if self.root.depth == 0:
@@ -345,6 +351,19 @@ class Windows:
             self.root.reshard()
 
     # At rest
+
+    @contextmanager
+    def operating(self) -> Iterator[None]:
+        """Context of one operation: the units it needs stay whole to its end, and are saved as places."""
+        before, self._operands = self._operands, {**self._operands}
+        try:
+            with self.saving():
+                yield
+        finally:
+            used, self._operands = self._operands, before
+            for unit in used:
+                if not unit.is_root and unit is not self._lingering and unit not in self._opened_in_backward:
+                    self._close(unit)
 
     def needed(self, group: ParamGroup) -> None:
         """Make ``group`` whole; a unit stays so until another one opens, or the step ends."""
@@ -358,7 +377,8 @@ class Windows:
         unit.wait()
 
     def touched(self, group: ParamGroup) -> None:
-        """As `needed`; within a step the root opens too."""
+        """As `needed`, to the end of the operation; within a step the root opens too."""
+        self._operands[self._unit_of[group]] = None
         self.needed(group)
         if self._steps and not in_backward():
             self._open_root()
@@ -391,20 +411,14 @@ class Windows:
         return self._unit_of[group]
 
     @contextmanager
-    def held_open(self, unit: Unit, writeback: bool) -> Iterator[None]:
-        """Context in which ``unit`` is whole and its attributes are leaves, whatever else opens.
-
-        Raises:
-            RuntimeError: a parameter was written and ``writeback`` is false.
-        """
+    def held_open(self, unit: Unit) -> Iterator[None]:
+        """Context in which ``unit`` is whole and its attributes are leaves, whatever else opens."""
         unit.unshard()
         unit.wait()
         unit.swap_in()
         unit.depth += 1
         try:
             yield
-            for group in unit.groups:
-                group.settle_writes(writeback)
         finally:
             unit.depth -= 1
             if unit.depth == 0:
@@ -444,7 +458,7 @@ class Windows:
 
     def _unpack_weight(self, packed: _PackedWeight) -> Tensor:
         group = packed.group
-        if group.writes[packed.index] != packed.writes:
+        if group.version(packed.index) != packed.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation:"
                 f" `{group.names[packed.index]}` was written after this forward. Run forward again before backward."
@@ -460,7 +474,7 @@ class Windows:
 def _packed(unit: Unit, group: ParamGroup, tensor: Tensor) -> _PackedWeight:
     offset = int(tensor.storage_offset())
     index = group.layout.tensor_at(offset)
-    return _PackedWeight(unit, group, index, group.writes[index], offset, tensor.shape, tensor.stride())
+    return _PackedWeight(unit, group, index, group.version(index), offset, tensor.shape, tensor.stride())
 
 
 class WindowedForward:
