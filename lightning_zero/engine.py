@@ -73,7 +73,7 @@ class Engine(GroupObserver):
         self._recipe = recipe
         self._buffers_differ = False
         plan = find_units(module, units)
-        _forget_weak_references(module)
+        _drop_references(module)
         with torch.no_grad():
             for buffer in module.buffers():
                 collectives.broadcast(buffer)
@@ -311,11 +311,16 @@ def _window_of(windows: Windows, unit: Unit) -> Callable[[], Any]:
     return lambda: windows.forward(unit)
 
 
-def _forget_weak_references(module: nn.Module) -> None:
-    # RNNs keep weak references to their weights, only to notice a replacement; torch exchanges no tensor under one.
+def _drop_references(module: nn.Module) -> None:
+    """Drop what modules keep of their parameters beside the parameters: torch exchanges no tensor under a reference."""
     for submodule in module.modules():
         if isinstance(submodule, nn.RNNBase):
+            # Weak ones, only to notice a replacement.
             submodule._flat_weight_refs = [None for _ in submodule._flat_weight_refs]
+        for name, value in vars(submodule).items():
+            # A weight that `nn.utils.weight_norm` computed; it does so before each forward.
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                vars(submodule)[name] = value.detach()
 
 
 _engines: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()

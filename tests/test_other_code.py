@@ -100,6 +100,7 @@ class Parametrized(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+        self.computed = nn.utils.weight_norm(nn.Linear(4, 4))
         self.conv = nn.Conv2d(1, 3, 3, padding=1).to(memory_format=torch.channels_last)
         self.layers = nn.ModuleList(
             nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Conv2d(3, 3, 3, padding=1)), nn.BatchNorm2d(3))
@@ -107,7 +108,7 @@ class Parametrized(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.conv(self.linear(x).reshape(1, 1, -1, 4))
+        x = self.conv(self.computed(self.linear(x)).reshape(1, 1, -1, 4))
         for layer in self.layers:
             x = torch.tanh(layer(x))
         return x.sum()
