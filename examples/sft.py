@@ -362,12 +362,10 @@ def generate_answer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, 
 def format_bytes_table(of_ranks: list[list[int]], numel: int, stage: int, precision: str) -> str:
     """One row of model-state bytes for the formula and one for each rank, each with its ratio to the formula."""
     main_itemsize = 2 if precision == "bf16-true" else 4
-    keeps_half_copy = precision.endswith("-mixed") and stage > 0  # DDP casts in each operation instead
     formula = lightning_zero.STAGES[stage].bytes_per_rank(
         numel,
         len(of_ranks),
         main_itemsize=main_itemsize,
-        model_itemsize=2 if keeps_half_copy else None,
         optimizer_itemsize=2 * main_itemsize,  # two moments
     )
     expected = [getattr(formula, kind) for kind in KINDS]
