@@ -43,9 +43,9 @@ class Pending:
 
     def wait(self) -> None:
         """Wait once; later calls return at once. References to the tensors are dropped here."""
-        works, finish, self._works, self._finish = self._works, self._finish, (), None
-        for work in works:
+        for work in self._works:
             work.wait()
+        finish, self._works, self._finish = self._finish, (), None
         if finish is not None:
             finish()
 
@@ -92,7 +92,10 @@ class Collectives:
         if group not in _flags_groups:
             timeout = group._get_backend(device).options._timeout
             ranks = dist.get_process_group_ranks(group)
-            _flags_groups[group] = weakref.ref(dist.new_group(ranks, timeout, backend="gloo"))
+            _flags_groups[group] = weakref.ref(
+                # Another set of ranks may do the same with another module at this moment.
+                dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=True)
+            )
         return cls(group, device, _flags_groups[group]())
 
     @property
@@ -185,7 +188,11 @@ class Collectives:
         """Combine over ranks, in place and at once; ``op`` is "sum", "max" or "min". Returns ``tensor``."""
         if self.group is not None:
             self._count(purpose, tensor, times=2)
-            dist.all_reduce(tensor, getattr(dist.ReduceOp, op.upper()), group=self.group)
+            # A tensor that user code moved to the host travels from the device.
+            value = tensor.to(self.device)
+            dist.all_reduce(value, getattr(dist.ReduceOp, op.upper()), group=self.group)
+            if value is not tensor:
+                tensor.copy_(value)
         return tensor
 
     def broadcast(self, tensor: Tensor, purpose: str = "setup") -> Tensor:

@@ -26,6 +26,7 @@ from lightning_zero.precision import PrecisionRecipe
 from lightning_zero.reducer import Reducer
 from lightning_zero.sharded_parameter import ShardedParameter
 from lightning_zero.units import NamedModules, UnitSpec, find_units
+from lightning_zero.whole_parameter import WholeParameter
 from lightning_zero.window import Unit, WindowedForward, Windows
 
 __all__ = ["AlreadyShardedError", "Engine", "engine_of", "gathered", "no_sync", "shard", "unshard"]
@@ -72,18 +73,20 @@ class Engine(GroupObserver):
         self._held: dict[int, ParamGroup] = {}
         self._recipe = recipe
         self._buffers_differ = False
+        self.has_steps = False
+        """Whether someone marks training steps, as a Trainer does; else each training forward is one."""
+        self.abandoned = False
         plan = find_units(module, units)
         _drop_references(module)
         with torch.no_grad():
-            for buffer in module.buffers():
-                collectives.broadcast(buffer)
+            self._adopt_buffers(module)
             self.root, self.units = self._build_units(module, plan)
         self.groups = [group for unit in (self.root, *self.units) for group in unit.groups]
         self.reducer = Reducer(self.groups, collectives, self._forward_order, self._end_backward)
         self.windows = Windows(self.root, self.units, self._held, self.reducer.begin)
         for group in self.groups:
             group.observer = self
-        self._forwards = [WindowedForward(module, self.step)]
+        self._forwards = [WindowedForward(module, self._forward)]
         for unit, members in zip(self.units, plan, strict=True):
             for _, member in members:
                 self._forwards.append(WindowedForward(member, _window_of(self.windows, unit)))
@@ -94,6 +97,15 @@ class Engine(GroupObserver):
         self._dissolution.atexit = False
 
     # Set-up
+
+    def _adopt_buffers(self, module: nn.Module) -> None:
+        """Rank 0's buffers, on the device; what metrics and others keep beside buffers is not ours to move."""
+        for submodule in module.modules():
+            for name, buffer in submodule._buffers.items():
+                if buffer is not None:
+                    value = buffer.to(self.collectives.device)
+                    value.copy_(self.collectives.broadcast(value.contiguous()))
+                    submodule._buffers[name] = value
 
     def _build_units(self, module: nn.Module, plan: Sequence[NamedModules]) -> tuple[Unit, list[Unit]]:
         holders = _holders_of_parameters(module)
@@ -135,16 +147,23 @@ class Engine(GroupObserver):
     def step(self) -> Iterator[None]:
         """Context of one step of user code: a call of the module, or a step method of a LightningModule."""
         self.reducer.recover()
-        module = self._module()
         with self.windows.step():
-            training = module is not None and module.training and torch.is_grad_enabled()
-            if not (training and self.windows.is_outermost_step):
-                yield
-                return
+            yield
+
+    @contextmanager
+    def training_step(self) -> Iterator[None]:
+        """A `step` that a backward follows, on all ranks: rank 0's buffers come first."""
+        with self.step():
             self.share_buffers()
             yield
-            # Data parallelism sends no buffers after a forward whose gradients wait.
-            self._buffers_differ = not self.reducer.accumulating
+        # Data parallelism sends no buffers after a forward whose gradients wait.
+        self._buffers_differ = not self.reducer.accumulating
+
+    def _forward(self) -> AbstractContextManager[None]:
+        """Context of the module's own forward, which in a plain loop is the step."""
+        module = self._module()
+        training = module is not None and module.training and torch.is_grad_enabled()
+        return self.training_step() if training and not (self.has_steps or self.windows.in_step) else self.step()
 
     def share_buffers(self) -> None:
         """Make rank 0's buffers everyone's, as data parallelism does before a forward: a collective, if they differ."""
@@ -224,6 +243,7 @@ class Engine(GroupObserver):
 
     def abandon(self) -> None:
         """Take the windows off the module after an exception, when other ranks may be gone: wait for nothing."""
+        self.abandoned = True
         for unit in (self.root, *self.units):
             unit.swap_out()
         self._remove_windows()
@@ -331,13 +351,20 @@ def engine_of(module: nn.Module) -> Engine | None:
     return _engines.get(module)
 
 
-def _before_any_step(*_: Any) -> None:
-    for engine in list(_engines.values()):
+def _engines_of(optimizer: torch.optim.Optimizer) -> dict[Engine, None]:
+    """The engines whose parameters ``optimizer`` steps: others must not send anything on its account."""
+    owners = {p.owner for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)}
+    observers = (owner.observer for owner in owners if isinstance(owner, ParamGroup))
+    return dict.fromkeys(observer for observer in observers if isinstance(observer, Engine))
+
+
+def _before_any_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for engine in _engines_of(optimizer):
         engine.before_optimizer_step()
 
 
-def _after_any_step(*_: Any) -> None:
-    for engine in list(_engines.values()):
+def _after_any_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for engine in _engines_of(optimizer):
         engine.after_optimizer_step()
 
 
@@ -445,7 +472,7 @@ def gathered(module: nn.Module, writeback: bool = False) -> Iterator[None]:
     with ExitStack() as stack:
         for windows, unit in units:
             stack.enter_context(windows.held_open(unit))
-        snapshots = [] if writeback else [group.snapshot() for group in groups]
+        snapshots = [group.snapshot() for group in groups]
         try:
             yield
             if writeback:
@@ -475,7 +502,9 @@ def _refuse_writes(groups: Sequence[ParamGroup]) -> None:
 def _units_of(module: nn.Module) -> list[tuple[Windows, Unit]]:
     found: dict[Unit, Windows] = {}
     for parameter in module.parameters():
-        owner = parameter.owner if isinstance(parameter, ShardedParameter) else None
+        # A window may be open already, and then attributes are leaves.
+        resting = parameter._resting if isinstance(parameter, WholeParameter) else parameter
+        owner = resting.owner if isinstance(resting, ShardedParameter) else None
         if isinstance(owner, ParamGroup) and isinstance(owner.observer, Engine):
             windows = owner.observer.windows
             found[windows.unit_of(owner)] = windows

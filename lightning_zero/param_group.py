@@ -94,8 +94,7 @@ class ParamGroup:
         self._pool = pool
         self._held = held
         self.model_dtype = recipe.model_dtype(own)
-        # A frozen weight is never stepped, so it needs no main copy beside the one that computes.
-        self.main_dtype = recipe.main_dtype(own) if self.trained else self.model_dtype
+        self.main_dtype = recipe.main_dtype(own)
         num_shards = collectives.world_size if placements.shards_optimizer else 1
         self.layout = FlatLayout(tuple(p.numel() for p in parameters), num_shards)
         self.slicings = [self._slicing(i, parameter) for i, parameter in enumerate(parameters)]
@@ -107,8 +106,10 @@ class ParamGroup:
         self._fresh = False
         self.main_weight = self._first_weights(parameters)
         # The exchange below leaves earlier hooks with the plain tensors, which are about to go.
-        before = [list((parameter._backward_hooks or {}).values()) for parameter in parameters]
-        after = [list((parameter._post_accumulate_grad_hooks or {}).values()) for parameter in parameters]
+        # Their dictionaries are kept, so that handles still remove them.
+        self._hooks = [_dictionary(parameter._backward_hooks) for parameter in parameters]
+        self._post_hooks = [_dictionary(parameter._post_accumulate_grad_hooks) for parameter in parameters]
+        self._calls_hooks = [False] * len(parameters)
         self.parameters = [self._rest(i, parameter) for i, parameter in enumerate(parameters)]
         self.leaves = [
             WholeParameter.of(p, i, self.model_dtype, not self._main_is_whole) for i, p in enumerate(self.parameters)
@@ -124,15 +125,13 @@ class ParamGroup:
         self.gradients = GroupGradients(
             self.partition, placements, self.main_dtype, recipe.reduce_dtype(own), collectives, pool
         )
-        self._post_hooks = [OrderedDict(enumerate(hooks)) for hooks in after]
-        for i, hooks in enumerate(before):
-            for hook in hooks:
-                self.hook_grad(i, hook)
         if placements.keeps_whole_parameters:
             self._begin_resting_whole()
         # Now that leaves have their shape, which autograd notes.
         for i in range(len(self.leaves)):
             self.hook_gradients(i)
+            if self._hooks[i]:
+                self._call_hooks(i)
 
     # Set-up
 
@@ -191,11 +190,6 @@ class ParamGroup:
     def is_whole(self) -> bool:
         """Whether whole values are held and current."""
         return self._fresh
-
-    @property
-    def is_gathering(self) -> bool:
-        """Whether a gather is under way that nobody waited for."""
-        return self._gathering is not None
 
     def unshard(self) -> None:
         """Begin to make whole values current; `wait` ends it."""
@@ -357,6 +351,8 @@ class ParamGroup:
 
     def whole_main_weight(self, purpose: str = "fragment") -> Tensor:
         """All main weights, shape (layout.total,): a collective where they are sharded."""
+        self._drop_gather()
+        self.keep_writes()
         if self.layout.num_shards == 1:
             return self.main_weight
         with torch.inference_mode(False), torch.no_grad():
@@ -442,7 +438,7 @@ class ParamGroup:
         """Give the parameters ``used`` on any rank their gradients; the others keep what they had."""
         self.gradients.publish(used)
         for i in used:
-            for hook in self._post_hooks[i].values():
+            for hook in list(self._post_hooks[i].values()):
                 hook(self.parameters[i])
 
     def get_grad(self, index: int) -> Tensor | None:
@@ -456,10 +452,32 @@ class ParamGroup:
         assert grad is None or isinstance(grad, ShardedTensor)
         self.gradients.set(index, grad)
 
+    def trained_changed(self, index: int) -> None:
+        """``requires_grad`` was set on the resting parameter."""
+        self.leaves[index].follow_requires_grad()
+        self.hook_gradients(index)
+
     def hook_grad(self, index: int, hook: Callable[[Tensor], Tensor | None]) -> Any:
         """Call ``hook`` with each local gradient, as ``Tensor.register_hook`` does."""
         self.leaves[index].follow_requires_grad()
-        return torch.Tensor.register_hook(self.leaves[index], hook)
+        self._call_hooks(index)
+        handle = RemovableHandle(self._hooks[index])
+        self._hooks[index][handle.id] = hook
+        return handle
+
+    def _call_hooks(self, index: int) -> None:
+        """Have the leaf call the hooks on the parameter, as they are at each backward."""
+        if self._calls_hooks[index]:
+            return
+        hooks = self._hooks[index]
+
+        def call(grad: Tensor) -> Tensor:
+            for hook in list(hooks.values()):
+                grad = _first_given(hook(grad), grad)
+            return grad
+
+        torch.Tensor.register_hook(self.leaves[index], call)
+        self._calls_hooks[index] = True
 
     def hook_accumulated(self, index: int, hook: Callable[[Tensor], None]) -> Any:
         """Call ``hook`` with the resting parameter after its mean gradient has changed."""
@@ -474,6 +492,10 @@ class ParamGroup:
         for i, parameter in enumerate(self.parameters):
             plain = nn.Parameter(self.partition.view(whole, i).detach().clone(), requires_grad=parameter.requires_grad)
             plain.__dict__.update({key: v for key, v in parameter.__dict__.items() if key not in _OWN_ATTRIBUTES})
+            if self._hooks[i]:
+                plain._backward_hooks = self._hooks[i]
+            if self._post_hooks[i]:
+                plain._post_accumulate_grad_hooks = self._post_hooks[i]
             _exchange(self.names[i], parameter, plain)
         for i in range(len(self.leaves)):
             self.gradients.set(i, None)
@@ -481,6 +503,14 @@ class ParamGroup:
 
 # Past the property of the leaf's class, which leads to the resting parameter.
 _raw_grad = cast(Any, torch.Tensor.grad)
+
+
+def _dictionary(hooks: Any) -> OrderedDict[int, Callable[[Tensor], Any]]:
+    return OrderedDict() if hooks is None else hooks
+
+
+def _first_given(value: Tensor | None, default: Tensor) -> Tensor:
+    return default if value is None else value
 
 
 def _will_run(node: torch.autograd.graph.Node) -> bool:

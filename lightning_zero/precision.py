@@ -22,7 +22,8 @@ class PrecisionRecipe:
         main: ``main_weight`` and ``main_grad``; ``None`` keeps each parameter's own dtype.
         compute: ``model_weight`` and its local gradient. ``torch.bfloat16`` under 4-byte main weights halves the
             traffic of a gather.
-        reduce: dtype in which gradients cross the wire.
+        reduce: dtype in which gradients accumulate and cross the wire; ``None`` means ``main``'s: many small 2-byte
+            gradients do not add up.
     """
 
     main: torch.dtype | None = None
@@ -39,4 +40,4 @@ class PrecisionRecipe:
 
     def reduce_dtype(self, own: torch.dtype) -> torch.dtype:
         """Dtype of the whole gradient buffer and of the reduction."""
-        return self.reduce if self.reduce is not None and own.is_floating_point else self.model_dtype(own)
+        return self.reduce if self.reduce is not None and own.is_floating_point else self.main_dtype(own)

@@ -6,7 +6,7 @@
     anything else      on whole values; what it mutates is folded back
 
 Reached under ``no_grad`` (optimizers, clipping, initializers, checkpoints). Nothing is ever lost: an in-place
-operation that fits none of these raises.
+operation that would change a tensor's geometry raises.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def _on_lists(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     leads: list[Any] = [
         next((item for item in row if isinstance(item, ShardedTensor)), None) for row in zip(*lists, strict=True)
     ]
-    if None in leads or _writes_plain(func, args, kwargs):
+    if any(lead is None for lead in leads) or _writes_plain(func, args, kwargs):
         return _one_by_one(func, args, kwargs, lists)
     written = _written(func, args, kwargs)
     keep = list(range(len(leads)))
@@ -240,8 +240,9 @@ def _sum(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 def _mean(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if not isinstance(args[0], ShardedTensor):
         return _on_whole(func, args, kwargs)
-    total = _sum(aten.sum.default, args, kwargs)
-    return total / args[0].slicing.numel
+    dtype = kwargs.get("dtype") or args[0].dtype
+    wide = torch.float32 if dtype.itemsize == 2 else dtype
+    return (_sum(aten.sum.default, args, {"dtype": wide}) / args[0].slicing.numel).to(dtype)
 
 
 def _max(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -261,7 +262,17 @@ def _reduced(func: Any, args: Sequence[Any], kwargs: dict[str, Any], op: str) ->
         out = func(local, **kwargs)
     else:
         out = _identity(local.dtype, op, local.device)
-    return tensor.slicing.collectives.all_reduce(out, op)
+    all_reduce = tensor.slicing.collectives.all_reduce
+    return all_reduce(out, op) if op == "sum" else _extreme(out, op, all_reduce)
+
+
+def _extreme(local: Tensor, op: str, all_reduce: Callable[..., Tensor]) -> Tensor:
+    """Maximum or minimum over ranks, NaN where any rank has one: collectives may drop it."""
+    if not local.dtype.is_floating_point:
+        return all_reduce(local, op)
+    is_nan = all_reduce(local.isnan().to(torch.uint8), "max").bool()
+    finite = torch.where(local.isnan(), _identity(local.dtype, op, local.device), local)
+    return all_reduce(finite, op).masked_fill_(is_nan, math.nan)
 
 
 def _identity(dtype: torch.dtype, op: str, device: torch.device) -> Tensor:
@@ -311,7 +322,10 @@ def _norms(tensors: Sequence[ShardedTensor], order: float, dtype: torch.dtype | 
     fragments = [tensor.fragment for tensor in tensors]
     if math.isinf(order):
         fragments = [f if f.numel() else f.new_full((1,), 0 if order > 0 else math.inf) for f in fragments]
-    norms = list(torch._foreach_norm(fragments, order, dtype=dtype)) if fragments else []
+    # Between ranks p-th powers are added, for which 2-byte types have neither range nor digits.
+    wide = torch.float32 if tensors and tensors[0].dtype.itemsize == 2 else dtype
+    narrow = dtype or (tensors[0].dtype if tensors else None)
+    norms = list(torch._foreach_norm(fragments, order, dtype=wide)) if fragments else []
     sharded = [i for i, tensor in enumerate(tensors) if not tensor.slicing.replicated]
     if sharded:
         collectives = tensors[sharded[0]].slicing.collectives
@@ -319,7 +333,7 @@ def _norms(tensors: Sequence[ShardedTensor], order: float, dtype: torch.dtype | 
             stacked = torch.stack([norms[i] for i in same])
             for i, norm in zip(same, _combined(stacked, order, collectives.all_reduce).unbind(), strict=True):
                 norms[i] = norm
-    return norms
+    return norms if wide is dtype else [norm.to(narrow) for norm in norms]
 
 
 def _by_dtype_and_device(tensors: Sequence[Tensor], indices: Sequence[int]) -> list[list[int]]:
@@ -332,7 +346,7 @@ def _by_dtype_and_device(tensors: Sequence[Tensor], indices: Sequence[int]) -> l
 def _combined(norms: Tensor, order: float, all_reduce: Callable[..., Tensor]) -> Tensor:
     """Norms of whole tensors from the norms of this rank's fragments."""
     if math.isinf(order):
-        return all_reduce(norms, "max" if order > 0 else "min")
+        return _extreme(norms, "max" if order > 0 else "min", all_reduce)
     if order == 0:
         return all_reduce(norms, "sum")
     return all_reduce(norms.pow(order), "sum").pow(1.0 / order)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -65,6 +65,9 @@ class Owner(Protocol):
 
     def set_grad(self, index: int, grad: Tensor | None) -> None:
         """Replace the gradient; ``None`` also drops what was not reduced yet."""
+
+    def trained_changed(self, index: int) -> None:
+        """``requires_grad`` was set on the resting parameter."""
 
     def hook_grad(self, index: int, hook: Callable[[Tensor], Tensor | None]) -> Any:
         """Call ``hook`` with each local gradient; returns torch's handle."""
@@ -141,6 +144,11 @@ class Slicing:
         chunks = received.view(len(self.fragments), longest)
         flat = torch.cat([chunk[: piece.numel] for chunk, piece in zip(chunks, self.fragments, strict=True)])
         return self.shape_up(flat.to(fragment.device))
+
+
+# Torch's own attributes, past the properties of the classes here.
+_raw_grad = cast(Any, torch.Tensor.grad)
+_raw_requires_grad = cast(Any, torch.Tensor.requires_grad)
 
 
 def _refuse(name: str, action: str) -> NoReturn:
@@ -289,14 +297,23 @@ class ShardedTensor(torch.Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        if value.shape != self.shape or value.dtype != self.dtype or value.device.type != self.device.type:
-            raise ValueError(
-                f"`{self._slicing.name}.data` is sharded as {tuple(self.shape)} {self.dtype} on {self.device}; it"
-                f" cannot become {tuple(value.shape)} {value.dtype} on {value.device}."
-                " Convert the module before it is sharded."
-            )
+        check_data(self, value)
         with torch.no_grad():
             self.copy_(value)
+
+
+def check_data(tensor: ShardedTensor, value: Tensor) -> None:
+    """See that ``tensor.data = value`` changes values alone.
+
+    Raises:
+        ValueError: shape, dtype or kind of device differ.
+    """
+    if value.shape != tensor.shape or value.dtype != tensor.dtype or value.device.type != tensor.device.type:
+        raise ValueError(
+            f"`{tensor.slicing.name}.data` is sharded as {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}; it"
+            f" cannot become {tuple(value.shape)} {value.dtype} on {value.device}."
+            " Convert the module before it is sharded."
+        )
 
 
 class ShardedParameter(ShardedTensor):
@@ -312,21 +329,42 @@ class ShardedParameter(ShardedTensor):
     def grad(self) -> Tensor | None:
         """The mean gradient over ranks, or ``None``."""
         owner = self.owner
-        return self.__dict__.get("_own_grad") if owner is None else owner.get_grad(self._index)
+        if owner is not None:
+            return owner.get_grad(self._index)
+        with torch._C.DisableTorchFunctionSubclass():
+            return cast("Tensor | None", _raw_grad.__get__(self))
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         if value is not None:
             value = self._as_gradient(value)
         owner = self.owner
-        if owner is None:
-            self.__dict__["_own_grad"] = value
-        else:
+        if owner is not None:
             owner.set_grad(self._index, value)
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            _raw_grad.__set__(self, value)
 
     @grad.deleter
     def grad(self) -> None:
         self.grad = None
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the parameter is trained; a window that is open follows."""
+        return bool(_raw_requires_grad.__get__(self))
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        _raw_requires_grad.__set__(self, value)
+        owner = self.owner
+        if owner is not None:
+            owner.trained_changed(self._index)
+
+    def requires_grad_(self, requires_grad: bool = True) -> ShardedParameter:
+        """Set ``requires_grad``."""
+        self.requires_grad = requires_grad
+        return self
 
     def _as_gradient(self, value: Tensor) -> Tensor:
         if value.shape != self.shape:
@@ -450,7 +488,7 @@ _METADATA = {
     "get_device", "type", "has_names", "__len__", "__hash__", "dim_order", "detach", "requires_grad_", "retain_grad",
     "register_hook", "register_post_accumulate_grad_hook", "zeros_like", "ones_like", "empty_like", "full_like",
     "rand_like", "randn_like", "new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "is_shared",
-    "_has_compatible_shallow_copy_type", "_use_count", "is_nonzero_metadata", "is_distributed", "result_type",
+    "_has_compatible_shallow_copy_type", "_use_count", "is_distributed", "result_type",
     "can_cast", "promote_types", "get_gradient_edge",
 }  # fmt: skip
 

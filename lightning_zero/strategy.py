@@ -147,19 +147,23 @@ class _ZeROMixin(_DDPStrategy):
                 precision=self._recipe,
                 device=self.root_device,
             )
+        assert self.engine is not None
+        if self.engine.abandoned:
+            raise RuntimeError(
+                f"`{type(self.lightning_module).__name__}` was left sharded when an exception ended its last run, and"
+                " other ranks may have gone. Build the module anew."
+            )
+        self.engine.has_steps = True
         if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 
     def model_to_device(self) -> None:
-        # Parameters go to the device as shards; what is not sharded goes now.
+        # Parameters go to the device as shards, and buffers with them; a metric keeps its state beside both.
         assert self.model is not None
         for module in self.model.modules():
             if isinstance(module, Metric):
                 module.to(self.root_device)
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[name] = buffer.to(self.root_device)
 
     def teardown(self) -> None:
         self._held_whole.close()
@@ -203,7 +207,8 @@ class _ZeROMixin(_DDPStrategy):
     # Steps
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._step():
+        assert self.engine is not None
+        with self.engine.training_step():
             return super().training_step(*args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -262,6 +267,13 @@ class _ZeROMixin(_DDPStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None
+        trainer = self.lightning_module._trainer
+        if self.engine is not None and self.world_size > 1 and trainer is not None and trainer.interrupted:
+            # Ranks that did not raise never join, and the exception would hide behind a hang.
+            raise RuntimeError(
+                "an exception ended this run on this rank, so no checkpoint can be gathered from the others."
+                " Resume from the last one: `trainer.fit(model, ckpt_path='last')`."
+            )
         return full_state_dict(self.lightning_module.state_dict(), keep=self.is_global_zero)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

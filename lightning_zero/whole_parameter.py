@@ -14,8 +14,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from lightning_zero.sharded_parameter import Owner, ShardedParameter, reads_metadata
+from lightning_zero.sharded_parameter import Owner, ShardedParameter, check_data, reads_metadata
 
 __all__ = ["ConcealedParameter", "WholeParameter"]
 
@@ -96,6 +97,7 @@ class WholeParameter(nn.Parameter):
 
     @data.setter
     def data(self, value: Tensor) -> None:
+        check_data(self._resting, value)
         self.data.copy_(value)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
@@ -137,12 +139,7 @@ class ConcealedParameter(WholeParameter):
         if func is not torch.Tensor.detach and reads_metadata(func):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        concealed = [
-            item
-            for value in (*args, *kwargs.values())
-            for item in (value if isinstance(value, list | tuple) else (value,))
-            if isinstance(item, ConcealedParameter)
-        ]
+        concealed = [item for item in tree_leaves((args, kwargs)) if isinstance(item, ConcealedParameter)]
         with _owner(concealed[0]).operating(), torch._C.DisableTorchFunctionSubclass():
             for leaf in concealed:
                 _open(leaf)

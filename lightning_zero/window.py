@@ -10,6 +10,7 @@ again.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import types
 import weakref
@@ -160,6 +161,9 @@ class _PackedWeight:
     stride: tuple[int, ...]
 
 
+_PATCHED = "_forward_before_sharding"
+"""Attribute of a module that keeps a forward that someone had put on the instance."""
+
 _PACKABLE = {Tensor, nn.Parameter, WholeParameter, ConcealedParameter}
 
 
@@ -214,9 +218,9 @@ class Windows:
                 self._end_step()
 
     @property
-    def is_outermost_step(self) -> bool:
-        """Whether the running step is not inside another one."""
-        return self._steps == 1
+    def in_step(self) -> bool:
+        """Whether a step runs."""
+        return self._steps > 0
 
     def _end_step(self) -> None:
         if self.root.depth:
@@ -296,6 +300,8 @@ class Windows:
             if in_backward():
                 return
             # It is freed when the next unit opens: a unit may consist of several modules in a row.
+            if self._lingering is not None and self._lingering is not unit:
+                self._close(self._lingering)
             self._lingering = unit
             if not self._steps:
                 self._let_go()
@@ -438,7 +444,8 @@ class Windows:
         if type(tensor) not in _PACKABLE:
             return tensor
         group = self._held.get(storage_id(tensor))
-        if group is not None and group.model_dtype is tensor.dtype:
+        # A place has no room for the bits of a lazy conjugate or negation.
+        if group is not None and group.model_dtype is tensor.dtype and not (tensor.is_conj() or tensor.is_neg()):
             return _packed(self._unit_of[group], group, tensor)
         # Hooks hide in-place changes from autograd's own check.
         return tensor, 0 if tensor.is_inference() else tensor._version
@@ -482,41 +489,48 @@ class WindowedForward:
 
     Args:
         module: whose forward is wrapped.
-        window: makes the context of each call; ``None`` once it is gone.
+        window: makes the context of each call.
     """
 
-    def __init__(self, module: nn.Module, window: Callable[[], Any]) -> None:
+    def __init__(self, module: nn.Module, window: Callable[[], AbstractContextManager[Any]]) -> None:
+        # Neither the module nor anything bound to it is held here: the module must be free to go.
         self._module = weakref.ref(module)
         self._window = window
-        # A forward that someone put on the instance is called as it is; the class's is looked up, not held: a bound
-        # method here would keep the module alive.
-        self._patched: Callable[..., Any] | None = module.__dict__.get("forward")
         self.__wrapped__ = type(module).forward
+        if "forward" in module.__dict__:
+            module.__dict__[_PATCHED] = module.__dict__["forward"]
         module.__dict__["forward"] = self
+
+    def _own(self) -> Callable[..., Any]:
+        """The forward that someone put on the instance, else the class's."""
+        module = self._module()
+        assert module is not None
+        patched: Callable[..., Any] | None = module.__dict__.get(_PATCHED)
+        return types.MethodType(self.__wrapped__, module) if patched is None else patched
 
     @property
     def __signature__(self) -> inspect.Signature:
         """The module's own, which libraries read to see what a model accepts."""
-        return inspect.signature(self._patched or types.MethodType(self.__wrapped__, self._module()))
+        return inspect.signature(self._own())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._window():
-            if self._patched is not None:
-                return self._patched(*args, **kwargs)
-            return self.__wrapped__(self._module(), *args, **kwargs)
+            return self._own()(*args, **kwargs)
 
     def remove(self) -> None:
-        """Give the module its own forward back."""
+        """Give the module its own forward back; who kept this one calls that through it."""
+        self._window = nullcontext
         module = self._module()
-        if module is None or module.__dict__.get("forward") is not self:
-            return
-        del module.__dict__["forward"]
-        if self._patched is not None:
-            module.__dict__["forward"] = self._patched
+        if module is not None and module.__dict__.get("forward") is self:
+            del module.__dict__["forward"]
+            if _PATCHED in module.__dict__:
+                module.__dict__["forward"] = module.__dict__.pop(_PATCHED)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copied module shares no window: its forward is its own."""
-        module = memo.get(id(self._module()))
-        if module is None:
+        original = self._module()
+        module = memo.get(id(original))
+        if original is None or module is None:
             raise RuntimeError("A forward inside a window cannot be copied without its module. Copy the module.")
-        return types.MethodType(self.__wrapped__, module)
+        patched = original.__dict__.get(_PATCHED)
+        return types.MethodType(self.__wrapped__, module) if patched is None else copy.deepcopy(patched, memo)
