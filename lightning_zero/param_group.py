@@ -421,6 +421,8 @@ class ParamGroup:
         with torch._C.DisableTorchFunctionSubclass():
             grad = _raw_grad.__get__(holder)
             _raw_grad.__set__(holder, None)
+        if grad is None:  # it was frozen between forward and backward
+            return
         with torch.no_grad():
             self.gradients.arrive(index, grad)
         self.observer.gradient_arrived(self, index)
@@ -489,6 +491,8 @@ class ParamGroup:
 
     def release(self, whole: Tensor) -> None:
         """Make the parameters plain, with the values of ``whole``, shape (layout.total,), main dtype."""
+        # Their nodes refer to the parameters, and torch exchanges no tensor that something in C++ refers to.
+        self._accumulators = [[] for _ in self.leaves]
         for i, parameter in enumerate(self.parameters):
             plain = nn.Parameter(self.partition.view(whole, i).detach().clone(), requires_grad=parameter.requires_grad)
             plain.__dict__.update({key: v for key, v in parameter.__dict__.items() if key not in _OWN_ATTRIBUTES})

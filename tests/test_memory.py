@@ -166,9 +166,9 @@ def test_an_fp32_rank_holds_the_formula_and_its_padding_to_the_byte(stage, world
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_mixed_rank_holds_what_the_table_says(stage):
-    """bf16 compute over fp32 main weights: 2 psi + 16 psi / N at stages 1 and 2, 16 psi / N at stage 3.
+    """bf16 compute over fp32 main weights and gradients: 16 psi / N at stage 3, 2 psi + 16 psi / N at stage 2.
 
-    At stage 1 the whole gradient is 2 psi while it waits in an accumulation, and an fp32 shard after the reduction.
+    At stage 1 the whole gradient rests, in fp32, where micro-batches add up: 6 psi + 12 psi / N.
     """
     world_size = 2
     for got in run_ranks(world_size, _at_rest, stage, lightning_zero.PrecisionRecipe(compute=torch.bfloat16)):
@@ -176,12 +176,12 @@ def test_a_mixed_rank_holds_what_the_table_says(stage):
         whole = 2 * got["total"] if stage < 3 else 0
         optimizer = 8 * got["fragments"]
         root = 2 * got["root"] if stage == 3 else 0  # gathered ahead when the step ended
-        assert got["stepped"] == whole + 4 * shard + 4 * shard + optimizer + root + small
+        gradients = {1: 4 * got["total"], 2: 4 * shard, 3: 4 * shard}[stage]
+        assert got["stepped"] == whole + 4 * shard + gradients + optimizer + root + small
         assert got["cleared"] == whole + 4 * shard + optimizer + root + small
-        waits = {1: 2 * got["total"], 2: 4 * shard, 3: 4 * shard}[stage]
-        assert got["waiting"] == got["cleared"] - root + waits
+        assert got["waiting"] == got["cleared"] - root + gradients
         assert got["held"].parameters == whole + 4 * shard + root
-        assert got["held"].gradients == 4 * shard
+        assert got["held"].gradients == gradients
         assert got["held"].optimizer == optimizer
 
 

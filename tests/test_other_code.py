@@ -151,6 +151,68 @@ class KeepsWeights(nn.Module):
         return x.sum() + sum(a.pow(2).sum() + (b * b).sum() + c.sum() for a, b, c in kept)
 
 
+class Conjugate(nn.Module):
+    """Lazy conjugates of complex weights are saved for backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(4, dtype=torch.complex128))
+        self.layers = nn.ModuleList(nn.Linear(4, 4, dtype=torch.complex128) for _ in range(12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = (x * self.scale) * self.scale.conj()
+        for layer in self.layers:
+            x = x + 0.1 * layer(x) * layer.bias.conj()
+        return x.real.pow(2).sum()
+
+
+class Hooked(nn.Module):
+    """Hooks that were on parameters before they were sharded; the handle of one still removes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(12))
+        self.handles = [layer[0].weight.register_hook(lambda grad: 2 * grad) for layer in self.layers]
+        self.count = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        self.count += 1
+        # In the first forward of the second step; the twin runs two forwards a step.
+        if self.count == (2 if self.sharded else 3):
+            self.handles[3].remove()
+        return x.sum()
+
+    @property
+    def sharded(self) -> bool:
+        return engine_of(self) is not None
+
+
+class FreezesMidway(nn.Module):
+    """A part is frozen through the optimizer's own parameters while the step has begun."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(12))
+        self.kept = [self.second.weight, self.layers[5][0].weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for parameter in self.kept:
+            parameter.requires_grad_(True)
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        for parameter in self.kept:
+            parameter.requires_grad_(False)
+        x = self.second(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "custom function": CustomFunction,
     "checkpoint": lambda: Checkpointed(use_reentrant=False),
@@ -160,6 +222,9 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "parametrized": Parametrized,
     "gradient penalty": GradientPenalty,
     "kept weights": KeepsWeights,
+    "conjugate": Conjugate,
+    "hooks": Hooked,
+    "freezing midway": FreezesMidway,
 }
 
 

@@ -17,13 +17,13 @@ def test_no_recipe_keeps_each_parameters_own_dtype(own):
 
 @pytest.mark.parametrize("own", FLOATS)
 def test_each_station_defaults_to_the_one_before(own):
-    """main -> model -> reduce."""
+    """main -> model; gradients add up and travel as main weights are."""
     assert PrecisionRecipe(main=torch.float32).reduce_dtype(own) is torch.float32
     mixed = PrecisionRecipe(compute=torch.bfloat16)
     assert (mixed.main_dtype(own), mixed.model_dtype(own), mixed.reduce_dtype(own)) == (
         own,
         torch.bfloat16,
-        torch.bfloat16,
+        own,
     )
     careful = PrecisionRecipe(main=torch.float32, compute=torch.float16, reduce=torch.float32)
     assert (careful.main_dtype(own), careful.model_dtype(own), careful.reduce_dtype(own)) == (
