@@ -109,6 +109,8 @@ class Engine(GroupObserver):
 
     def _build_units(self, module: nn.Module, plan: Sequence[NamedModules]) -> tuple[Unit, list[Unit]]:
         holders = _holders_of_parameters(module)
+        if self.collectives.rank == 0:
+            _require_values(holders)
         homes = _homes(holders, plan)
         units = []
         for number, members in enumerate(plan):
@@ -311,6 +313,15 @@ def _holders_of_parameters(module: nn.Module) -> dict[Tensor, list[_Holder]]:
                 )
             holders.setdefault(parameter, []).append(_Holder(owner, attribute, name))
     return holders
+
+
+def _require_values(holders: dict[Tensor, list[_Holder]]) -> None:
+    for parameter, places in holders.items():
+        if parameter.is_meta:
+            raise ValueError(
+                f"`{places[0].name}` is on the meta device of rank 0, whose values are everyone's. Give it values"
+                " first: `module.to_empty(device='cpu')` and an initializer, or a checkpoint."
+            )
 
 
 def _homes(holders: dict[Tensor, list[_Holder]], plan: Sequence[NamedModules]) -> dict[Tensor, int | None]:

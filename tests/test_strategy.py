@@ -168,6 +168,27 @@ def test_mixed_precision_has_the_numerics_of_ddp(stage: int) -> None:
     assert torch.allclose(weights(plain), weights(sharded), rtol=0, atol=1e-6)
 
 
+class LooksOnRankZero(Model):
+    """Calls itself between steps, on rank 0 alone, in training mode and with gradients on, as to log a picture."""
+
+    def forward(self, x: Tensor) -> Any:
+        return self.net(x)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.global_rank == 0:
+            self(torch.ones(1, 3))
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_forward_on_rank_zero_alone_sends_nothing(stage: int) -> None:
+    """Whole values rest there, and buffers travel with training steps only: as under DDP."""
+    plain, looking = fresh(), LooksOnRankZero()
+    looking.load_state_dict(plain.state_dict())
+    trainer("ddp_fork").fit(plain, rows())
+    trainer(f"zero{stage}_fork").fit(looking, rows())
+    assert torch.allclose(weights(plain), weights(looking), rtol=0, atol=1e-6)
+
+
 # Checkpoints
 
 

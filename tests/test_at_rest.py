@@ -1,0 +1,181 @@
+"""What user code does to resting parameters beside training gives what it gives on plain ones."""
+
+from __future__ import annotations
+
+import copy
+import math
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from distributed import run_ranks
+from torch import Tensor, nn
+
+import lightning_zero
+from lightning_zero.sharded_parameter import ShardedParameter
+
+STAGES = (1, 3)
+
+
+def network(dtype: torch.dtype = torch.float64) -> nn.Sequential:
+    """Twelve layers, of which rank 0's weights count."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(5, 5, dtype=dtype) for _ in range(12)))
+
+
+def sharded(stage: int, dtype: torch.dtype = torch.float64) -> nn.Sequential:
+    """The same, sharded."""
+    return lightning_zero.shard(network(dtype), stage=stage)
+
+
+def _maximum(rank: int, stage: int) -> list[float]:
+    model = sharded(stage)
+    weight = model[0].weight
+    found = []
+    for element in ((0, 0), (4, 4)):  # in the first rank's fragment, in the last one's
+        with torch.no_grad():
+            before = weight.whole()[element].item()
+            weight[element] = math.nan
+            found += [weight.max().item(), weight.abs().min().item(), torch.linalg.vector_norm(weight, math.inf).item()]
+            weight[element] = before
+    return found
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_extreme_with_a_nan_on_any_rank_is_nan_on_all(stage: int) -> None:
+    """As for one plain tensor."""
+    for found in run_ranks(2, _maximum, stage):
+        assert all(math.isnan(value) for value in found)
+
+
+def _half_norms(rank: int, stage: int) -> tuple[list[float], list[float]]:
+    model = sharded(stage, torch.float16)
+    parameters = list(model.parameters())
+    for parameter, scale in zip(parameters, (1e-5, 1000.0)):
+        parameter.grad = torch.full(parameter.shape, scale, dtype=torch.float16)
+    plain = [torch.full((5, 5), 1e-5, dtype=torch.float16), torch.full((5,), 1000.0, dtype=torch.float16)]
+    grads = [parameter.grad for parameter in parameters[:2]]
+    ours = [grad.norm().item() for grad in grads] + [norm.item() for norm in torch._foreach_norm(grads)]
+    return ours, [tensor.norm().item() for tensor in plain] * 2
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_norms_of_half_precision_neither_vanish_nor_overflow(stage: int) -> None:
+    """Squares of 1e-5 and of 1000 are beyond fp16; the norms 5e-5 and 2236 are not. One fp16 digit is 1e-3."""
+    for ours, plain in run_ranks(2, _half_norms, stage):
+        assert ours == pytest.approx(plain, rel=1e-3, abs=6e-8)
+
+
+def _copy_trains(rank: int, stage: int) -> tuple[Tensor, Tensor]:
+    copied = copy.deepcopy(sharded(stage))
+    x = torch.ones(2, 5, dtype=torch.float64)
+    optimizer = torch.optim.SGD(copied.parameters(), lr=0.1)
+    copied(x).sum().backward()
+    optimizer.step()
+    plain = network()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    plain(x).sum().backward()
+    optimizer.step()
+    return copied[3].weight.whole(), plain[3].weight.detach()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_copy_of_a_sharded_module_trains_by_itself(stage: int) -> None:
+    """It has fragments, but no windows and no engine: slower, and right."""
+    for ours, plain in run_ranks(2, _copy_trains, stage):
+        torch.testing.assert_close(ours, plain, rtol=0, atol=1e-12)
+
+
+def _patched_copy(rank: int) -> bool:
+    model = network()
+    model[0].forward = MethodType(lambda self, x: x * 0, model[0])
+    lightning_zero.shard(model, stage=3)
+    copied = copy.deepcopy(model)
+    x = torch.ones(2, 5, dtype=torch.float64)
+    with torch.no_grad():
+        return bool(torch.equal(copied[0](x), x * 0)) and bool(torch.equal(model[0](x), x * 0))
+
+
+def test_a_forward_put_on_the_instance_is_called_and_copied() -> None:
+    """As plain modules do."""
+    assert run_ranks(2, _patched_copy) == [True, True]
+
+
+def _other_optimizer(rank: int, stage: int) -> float:
+    model = sharded(stage)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.ones(2, 5, dtype=torch.float64)
+    for _ in range(2):
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if rank == 0:  # a probe of rank 0 alone
+            probe = nn.Linear(2, 2)
+            probe(torch.ones(1, 2)).sum().backward()
+            torch.optim.SGD(probe.parameters(), lr=0.1).step()
+    lightning_zero.unshard(model)
+    return float(sum(parameter.sum() for parameter in model.parameters()))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_optimizer_of_something_else_sends_nothing(stage: int) -> None:
+    """Else ranks would differ in their collectives."""
+    first, second = run_ranks(2, _other_optimizer, stage)
+    assert first == second
+
+
+class WritesInStep(nn.Module):
+    """Rank 0 writes, for all, in the middle of a forward."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.net = network()
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+        self.rank = rank
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.net(x) * self.scale
+        with lightning_zero.gathered(self, writeback=True), torch.no_grad():
+            if self.rank == 0:
+                self.scale.fill_(3.0)
+                self.net[2].weight.fill_(0.25)
+        return x * self.scale
+
+
+def _writes_in_step(rank: int, stage: int) -> Any:
+    model = lightning_zero.shard(WritesInStep(rank), stage=stage)
+    with torch.no_grad():
+        model(torch.ones(2, 5, dtype=torch.float64))
+    return model.scale.whole().item(), model.net[2].weight.whole().unique().tolist()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gathered_writes_back_also_where_a_window_is_open(stage: int) -> None:
+    """Rank 0's values, on all ranks."""
+    assert run_ranks(2, _writes_in_step, stage) == [(3.0, [0.25])] * 2
+
+
+def _meta_on_rank_zero(rank: int) -> str:
+    with torch.device("meta"):
+        model = network()
+    if rank == 0:
+        with pytest.raises(ValueError, match=r"`0.weight` is on the meta device of rank 0") as caught:
+            lightning_zero.shard(model, stage=3)
+        return str(caught.value)
+    return ""
+
+
+def test_a_parameter_without_values_on_rank_zero_is_refused_by_name() -> None:
+    """There is nothing to broadcast."""
+    assert "to_empty" in run_ranks(1, _meta_on_rank_zero)[0]
+
+
+def test_a_module_is_sharded_once() -> None:
+    """A second time, or a part of it, is refused by name."""
+    model = lightning_zero.shard(network(), stage=3)
+    assert isinstance(model[0].weight, ShardedParameter)
+    with pytest.raises(RuntimeError, match=r"`weight` is sharded already"):
+        lightning_zero.shard(model[0], stage=3)
+    lightning_zero.unshard(model)
+    assert type(model[0].weight) is nn.Parameter
