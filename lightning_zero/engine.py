@@ -99,13 +99,18 @@ class Engine(GroupObserver):
     # Set-up
 
     def _adopt_buffers(self, module: nn.Module) -> None:
-        """Rank 0's buffers, on the device; what metrics and others keep beside buffers is not ours to move."""
+        """Put rank 0's buffers on the device; shared ones stay shared."""
+        adopted: dict[Tensor, Tensor] = {}
         for submodule in module.modules():
             for name, buffer in submodule._buffers.items():
-                if buffer is not None:
-                    value = buffer.to(self.collectives.device)
+                if buffer is None:
+                    continue
+                if buffer not in adopted:
+                    device = self.collectives.device
+                    value = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
                     value.copy_(self.collectives.broadcast(value.contiguous()))
-                    submodule._buffers[name] = value
+                    adopted[buffer] = value
+                submodule._buffers[name] = adopted[buffer]
 
     def _build_units(self, module: nn.Module, plan: Sequence[NamedModules]) -> tuple[Unit, list[Unit]]:
         holders = _holders_of_parameters(module)

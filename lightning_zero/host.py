@@ -23,9 +23,8 @@ def host_fits(engine: Engine, local_ranks: int) -> bool:
     """
     need = sum(group.layout.total * group.main_weight.element_size() for group in engine.groups) * local_ranks
     free = free_host_bytes()
-    fits = torch.tensor(int(free is None or need <= free * HEADROOM), dtype=torch.uint8)
-    # The maximum of "does not fit": one host without room decides for all.
-    misfit = 1 - fits
+    misfit = torch.tensor(free is not None and need > free * HEADROOM, dtype=torch.uint8)
+    # One host without room decides for all.
     engine.collectives.max_flags(misfit).wait()
     return not misfit.item()
 

@@ -87,7 +87,6 @@ class ParamGroup:
     ) -> None:
         own = parameters[0].dtype
         self.names = list(names)
-        self.trained = parameters[0].requires_grad
         self.placements = placements
         self.observer = GroupObserver()
         self.collectives = collectives
@@ -105,8 +104,8 @@ class ParamGroup:
         self._gathering: Pending | None = None
         self._fresh = False
         self.main_weight = self._first_weights(parameters)
-        # The exchange below leaves earlier hooks with the plain tensors, which are about to go.
-        # Their dictionaries are kept, so that handles still remove them.
+        # The exchange below leaves earlier hooks with the plain tensors, which are about to go. Their dictionaries are
+        # kept, so that handles still remove them.
         self._hooks = [_dictionary(parameter._backward_hooks) for parameter in parameters]
         self._post_hooks = [_dictionary(parameter._post_accumulate_grad_hooks) for parameter in parameters]
         self._calls_hooks = [False] * len(parameters)

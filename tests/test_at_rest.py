@@ -171,6 +171,30 @@ def test_a_parameter_without_values_on_rank_zero_is_refused_by_name() -> None:
     assert "to_empty" in run_ranks(1, _meta_on_rank_zero)[0]
 
 
+class Shares(nn.Module):
+    """Two modules hold one buffer; on rank 1 everything is on ``meta``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.BatchNorm1d(3) for _ in range(2))
+        self.norms[1].running_mean = self.norms[0].running_mean
+        nn.init.constant_(self.norms[0].running_mean, 7.0)
+
+
+def _shared_buffer(rank: int, stage: int) -> Any:
+    with torch.device("meta" if rank else "cpu"):
+        model = Shares()
+    lightning_zero.shard(model, stage=stage, device="cpu")
+    first, second = (norm.running_mean for norm in model.norms)
+    return first is second, first.tolist()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_buffers_are_rank_zeros_and_stay_shared(stage: int) -> None:
+    """Also where the other ranks hold no values at all."""
+    assert run_ranks(2, _shared_buffer, stage) == [(True, [7.0] * 3)] * 2
+
+
 def test_a_module_is_sharded_once() -> None:
     """A second time, or a part of it, is refused by name."""
     model = lightning_zero.shard(network(), stage=3)
