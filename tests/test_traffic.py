@@ -69,7 +69,7 @@ def _measure(rank, stage, micro_batches, precision, freeze):
     step(model, optimizer, rank, WARM_UP, micro_batches)
     counts = engine.collectives
     sizes = [
-        (unit.is_root, group.trained, group.layout.total, len(group.parameters))
+        (unit.is_root, bool(group.expected), group.layout.total, len(group.parameters))
         for unit in (engine.root, *engine.units)
         for group in unit.groups
     ]
