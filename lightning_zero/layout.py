@@ -9,7 +9,6 @@ Pure arithmetic on element counts: no tensor, no process group.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -91,8 +90,3 @@ class FlatLayout:
 
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
-
-
-def fragments_of(layout: FlatLayout, index: int) -> Sequence[Fragment]:
-    """The fragments of tensor ``index`` in every shard, in order; together they are the whole tensor."""
-    return [layout.fragment(index, shard) for shard in range(layout.num_shards)]

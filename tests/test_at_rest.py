@@ -102,14 +102,28 @@ def test_a_forward_put_on_the_instance_is_called_and_copied() -> None:
     assert run_ranks(2, _patched_copy) == [True, True]
 
 
+class Scaled(nn.Module):
+    """Units, and a root that has a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = network()
+        self.scale = nn.Parameter(torch.ones(7, 1, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x) * self.scale.sum()
+
+
 def _other_optimizer(rank: int, stage: int) -> float:
-    model = sharded(stage)
+    model = lightning_zero.shard(Scaled(), stage=stage)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.ones(2, 5, dtype=torch.float64)
     for _ in range(2):
         model(x).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
+        with torch.no_grad():
+            model(x)  # after it the root is at rest, so that a hint to gather it would be followed
         if rank == 0:  # a probe of rank 0 alone
             probe = nn.Linear(2, 2)
             probe(torch.ones(1, 2)).sum().backward()

@@ -4,7 +4,12 @@ import random
 
 import pytest
 
-from lightning_zero.layout import ALIGNMENT, FlatLayout, fragments_of
+from lightning_zero.layout import ALIGNMENT, FlatLayout
+
+
+def fragments_of(layout, index):
+    """The fragments of tensor ``index`` in every shard, in order."""
+    return [layout.fragment(index, shard) for shard in range(layout.num_shards)]
 
 
 def layouts(seed, count=60):
