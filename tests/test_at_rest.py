@@ -217,3 +217,26 @@ def test_a_module_is_sharded_once() -> None:
         lightning_zero.shard(model[0], stage=3)
     lightning_zero.unshard(model)
     assert type(model[0].weight) is nn.Parameter
+
+
+def test_hooks_and_their_handles_survive_sharding_and_the_way_back() -> None:
+    """Doubled gradients while sharded and after; single ones once the first handle has removed its hook."""
+    model = network()
+    seen: list[int] = []
+    handle = model[11].bias.register_hook(lambda grad: 2 * grad)
+    model[11].bias.register_post_accumulate_grad_hook(lambda parameter: seen.append(1))
+    x = torch.ones(2, 5, dtype=torch.float64)
+
+    def gradient() -> float:
+        model.zero_grad()
+        model(x).sum().backward()
+        return float(model[11].bias.grad.sum())
+
+    lightning_zero.shard(model, stage=3)
+    # Two rows of five outputs, each with gradient 1: the bias has 10.
+    assert gradient() == 20.0
+    lightning_zero.unshard(model)
+    assert gradient() == 20.0
+    handle.remove()
+    assert gradient() == 10.0
+    assert len(seen) == 3
