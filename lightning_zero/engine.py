@@ -7,6 +7,7 @@ unshard(model)              an ordinary model again
 
 from __future__ import annotations
 
+import atexit
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -248,6 +249,13 @@ class Engine(GroupObserver):
         self.reducer.recover()
         self.windows.close()
 
+    def finish_transfers(self) -> None:
+        """Wait for what the last optimizer step left under way: other ranks may still receive this rank's part."""
+        if not self.abandoned:
+            self.reducer.finish_transfers()
+            for group in self.groups:
+                group.finish_gather()
+
     def abandon(self) -> None:
         """Take the windows off the module after an exception, when other ranks may be gone: wait for nothing."""
         self.abandoned = True
@@ -256,6 +264,7 @@ class Engine(GroupObserver):
         self._remove_windows()
 
     def _dissolve(self) -> None:
+        self.finish_transfers()
         for group in self.groups:
             group.observer = GroupObserver()
         for collection in (self.groups, self.units, self._forwards, self._held):
@@ -386,6 +395,13 @@ def _after_any_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 register_optimizer_step_pre_hook(_before_any_step)
 register_optimizer_step_post_hook(_after_any_step)
+
+
+@atexit.register
+def _finish_transfers() -> None:
+    """Wait for what is under way: a rank that leaves first would take from the others what they still receive."""
+    for engine in list(_engines.values()):
+        engine.finish_transfers()
 
 
 def shard(

@@ -238,7 +238,7 @@ class ParamGroup:
 
     def reshard(self) -> None:
         """Let go of whole values, if they do not rest; what was written into them is kept."""
-        self._drop_gather()
+        self.finish_gather()
         self.keep_writes()
         if self.placements.keeps_whole_parameters or self._whole is None:
             return
@@ -246,7 +246,8 @@ class ParamGroup:
         del self._held[storage_id(self._whole)]
         self._whole = None
 
-    def _drop_gather(self) -> None:
+    def finish_gather(self) -> None:
+        """Wait for a gather under way, without use for its result yet."""
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering = None
@@ -350,7 +351,7 @@ class ParamGroup:
 
     def whole_main_weight(self, purpose: str = "fragment") -> Tensor:
         """All main weights, shape (layout.total,): a collective where they are sharded."""
-        self._drop_gather()
+        self.finish_gather()
         self.keep_writes()
         if self.layout.num_shards == 1:
             return self.main_weight
@@ -373,7 +374,7 @@ class ParamGroup:
 
     def before_write(self) -> None:
         """A gather under way still reads the main weights; earlier writes into whole weights come first."""
-        self._drop_gather()
+        self.finish_gather()
         self.keep_writes()
 
     def after_write(self, index: int) -> None:

@@ -100,6 +100,7 @@ class Reducer:
         self._agreed = 0
         self._running = False
         self._coming: _Flags | None = None
+        self._came: _Flags | None = None
         self._awaited: dict[ParamGroup, set[int]] = {}
         self._completed: dict[ParamGroup, None] = {}
         self._launched: dict[ParamGroup, None] = {}
@@ -213,7 +214,7 @@ class Reducer:
                 return _LATE if group in self._launched else _IN_TIME
             return _IN_TIME if index in group.gradients.sent else _UNUSED
 
-        came = _Flags(self._groups, value, False, self._collectives.max_flags)
+        came = self._came = _Flags(self._groups, value, False, self._collectives.max_flags)
         holes = True
         if self._coming is not None:
             self._coming.read()
@@ -229,6 +230,11 @@ class Reducer:
         """Reduce now what waits: someone reads a gradient, or an optimizer steps."""
         if not self._running and any(group.gradients.arrived for group in self._groups):
             self._flush()
+
+    def finish_transfers(self) -> None:
+        """Wait for an exchange of flags that this rank had no need to read, but others may."""
+        if self._came is not None:
+            self._came.read()
 
     def recover(self) -> None:
         """Forget a backward that ended with an exception."""
