@@ -3,7 +3,8 @@
 Importing this registers the strategies "zero1", "zero2" and "zero3".
 """
 
-from lightning_zero.engine import gathered, no_sync, shard, unshard
+from lightning_zero.engine import no_sync, shard, unshard
+from lightning_zero.gathering import gathered
 from lightning_zero.held import held_bytes
 from lightning_zero.placements import STAGES
 from lightning_zero.precision import PrecisionRecipe

@@ -1,7 +1,6 @@
 """A plan applied to a model: its parameters become sharded in place, its forwards open windows.
 
 shard(model, stage=3)       parameters at rest; `model(x)`, `loss.backward()`, `optimizer.step()` as ever
-gathered(model)             whole parameters, by hand
 unshard(model)              an ordinary model again
 """
 
@@ -11,6 +10,7 @@ import atexit
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import fields
 from typing import Any, TypeVar
 
 import torch
@@ -19,18 +19,18 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from lightning_zero.autocast import is_multiplied
 from lightning_zero.collectives import Collectives
 from lightning_zero.flat_buffer import BufferPool
 from lightning_zero.param_group import GroupObserver, ParamGroup
-from lightning_zero.placements import STAGES, Placements, stage_placements
-from lightning_zero.precision import PrecisionRecipe
+from lightning_zero.placements import STAGES, Placements, StateBytes, stage_placements
+from lightning_zero.precision import Dtypes, PrecisionRecipe
 from lightning_zero.reducer import Reducer
 from lightning_zero.sharded_parameter import ShardedParameter
 from lightning_zero.units import NamedModules, UnitSpec, find_units
-from lightning_zero.whole_parameter import WholeParameter
 from lightning_zero.window import Unit, WindowedForward, Windows
 
-__all__ = ["AlreadyShardedError", "Engine", "engine_of", "gathered", "no_sync", "shard", "unshard"]
+__all__ = ["AlreadyShardedError", "Engine", "engine_of", "no_sync", "shard", "unshard"]
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -108,7 +108,9 @@ class Engine(GroupObserver):
                     continue
                 if buffer not in adopted:
                     device = self.collectives.device
-                    value = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
+                    dtype = self._recipe.buffers if buffer.is_floating_point() else None
+                    like = buffer.to(dtype or buffer.dtype)
+                    value = torch.empty_like(like, device=device) if buffer.is_meta else like.to(device)
                     value.copy_(self.collectives.broadcast(value.contiguous()))
                     adopted[buffer] = value
                 submodule._buffers[name] = adopted[buffer]
@@ -135,9 +137,10 @@ class Engine(GroupObserver):
         total = sum(parameter.numel() for parameter in parameters)
         for parameter in parameters:
             large = is_root and parameter.numel() >= total * OWN_GROUP_SHARE
-            key = (parameter.dtype, parameter.requires_grad, id(parameter) if large else None)
+            dtypes = self._dtypes(parameter, holders[parameter])
+            key = (dtypes, parameter.requires_grad, id(parameter) if large else None)
             groups.setdefault(key, []).append(parameter)
-        built = [self._build_group(members, holders) for members in groups.values()]
+        built = [self._build_group(members, dtypes, holders) for (dtypes, *_), members in groups.items()]
         unit = Unit(name, built, is_root)
         for group in built:
             for index, sharded in enumerate(group.parameters):
@@ -145,9 +148,30 @@ class Engine(GroupObserver):
                     unit.add_slot(holder.module, holder.attribute, holder.name, group, index)
         return unit
 
-    def _build_group(self, parameters: Sequence[Tensor], holders: dict[Tensor, list[_Holder]]) -> ParamGroup:
+    def _dtypes(self, parameter: Tensor, holders: Sequence[_Holder]) -> Dtypes:
+        trained, placements = parameter.requires_grad, self.placements
+        return self._recipe.dtypes(
+            parameter.dtype,
+            trained=trained,
+            gathered=placements.shards_optimizer if trained else not placements.keeps_whole_parameters,
+            # An embedding that is the head as well is looked up too.
+            multiplied=all(is_multiplied(holder.module, holder.attribute, parameter) for holder in holders),
+        )
+
+    def _build_group(
+        self, parameters: Sequence[Tensor], dtypes: Dtypes, holders: dict[Tensor, list[_Holder]]
+    ) -> ParamGroup:
         names = [holders[parameter][0].name for parameter in parameters]
-        return ParamGroup(names, parameters, self.placements, self._recipe, self.collectives, self.pool, self._held)
+        return ParamGroup(names, parameters, self.placements, dtypes, self.collectives, self.pool, self._held)
+
+    def planned_bytes(self, moments: int = 2) -> StateBytes:
+        """Bytes of model state that this rank holds at rest by formula, padding of flat buffers included.
+
+        Args:
+            moments: optimizer state in multiples of the main weights: 2 for Adam.
+        """
+        planned = [group.planned_bytes(moments) for group in self.groups]
+        return StateBytes(*(sum(getattr(one, f.name) for one in planned) for f in fields(StateBytes)))
 
     # Steps
 
@@ -485,62 +509,6 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     """
     with _required_engine(module).accumulate():
         yield
-
-
-@contextmanager
-def gathered(module: nn.Module, writeback: bool = False) -> Iterator[None]:
-    """Context in which the parameters of ``module`` are whole and plain, on every rank: a collective.
-
-    ``module`` is a sharded module or any part of one. Memory: one whole copy of its units.
-
-    Args:
-        writeback: keep what rank 0 wrote into the parameters.
-
-    Raises:
-        RuntimeError: a rank wrote a parameter and ``writeback`` is false; at the end, on all ranks, with nothing kept.
-    """
-    units = _units_of(module)
-    groups = [group for _, unit in units for group in unit.groups]
-    with ExitStack() as stack:
-        for windows, unit in units:
-            stack.enter_context(windows.held_open(unit))
-        snapshots = [group.snapshot() for group in groups]
-        try:
-            yield
-            if writeback:
-                for group in groups:
-                    group.write_back()
-            else:
-                _refuse_writes(groups)
-        except BaseException:
-            for group, snapshot in zip(groups, snapshots):
-                group.restore(snapshot)
-            raise
-
-
-def _refuse_writes(groups: Sequence[ParamGroup]) -> None:
-    written = [name for group in groups for name in group.written_names()]
-    flag = torch.tensor([bool(written)], dtype=torch.uint8)
-    if groups:
-        groups[0].collectives.max_flags(flag).wait()
-    if flag.item():
-        raise RuntimeError(
-            f"`{written[0] if written else 'a parameter'}` was written inside `gathered(module)`"
-            f"{'' if written else ' on another rank'}; nothing was kept. To keep what rank 0 wrote, use"
-            " `with lightning_zero.gathered(module, writeback=True):`."
-        )
-
-
-def _units_of(module: nn.Module) -> list[tuple[Windows, Unit]]:
-    found: dict[Unit, Windows] = {}
-    for parameter in module.parameters():
-        # A window may be open already, and then attributes are leaves.
-        resting = parameter._resting if isinstance(parameter, WholeParameter) else parameter
-        owner = resting.owner if isinstance(resting, ShardedParameter) else None
-        if isinstance(owner, ParamGroup) and isinstance(owner.observer, Engine):
-            windows = owner.observer.windows
-            found[windows.unit_of(owner)] = windows
-    return [(windows, unit) for unit, windows in found.items()]
 
 
 def _required_engine(module: nn.Module) -> Engine:

@@ -5,7 +5,7 @@ arrive 0, 1, ...  ->  | whole buffer |  --reduce-->  in flight  --settle-->  mai
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from lightning_zero.collectives import Collectives, Pending
 from lightning_zero.flat_buffer import BufferPool
 from lightning_zero.partition import Partition
 from lightning_zero.placements import Placements
+from lightning_zero.precision import Dtypes
 from lightning_zero.sharded_parameter import ShardedTensor
 
 __all__ = ["GroupGradients"]
@@ -25,8 +26,7 @@ class GroupGradients:
     Args:
         partition: where they lie.
         placements: whether mean gradients rest whole, in place of the local ones, or as a shard.
-        main_dtype: of the mean gradients.
-        reduce_dtype: of the local ones in their buffer, and on the wire.
+        dtypes: of local gradients, on the wire, of mean gradients, and in which these are read.
         collectives: of the ranks that take part in the mean.
         pool: buffers.
     """
@@ -35,15 +35,13 @@ class GroupGradients:
         self,
         partition: Partition,
         placements: Placements,
-        main_dtype: torch.dtype,
-        reduce_dtype: torch.dtype,
+        dtypes: Dtypes,
         collectives: Collectives,
         pool: BufferPool,
     ) -> None:
         self._partition = partition
         self._placements = placements
-        self._main_dtype = main_dtype
-        self._reduce_dtype = reduce_dtype
+        self._dtypes = dtypes
         self._collectives = collectives
         self._pool = pool
         self.arrived: set[int] = set()
@@ -61,7 +59,7 @@ class GroupGradients:
     def arrive(self, index: int, grad: Tensor) -> None:
         """Take a local gradient, or add it to one that waits."""
         if self._local is None:
-            self._local = self._pool.take(self._partition.layout.total, self._reduce_dtype)
+            self._local = self._pool.take(self._partition.layout.total, self._dtypes.gradient)
         view = self._partition.view(self._local, index)
         grad = grad.to_dense() if grad.layout != torch.strided else grad
         if index in self.arrived:
@@ -77,14 +75,18 @@ class GroupGradients:
         self.settle()
         whole = self._local
         if whole is None:
-            whole = self._pool.take(self._partition.layout.total, self._reduce_dtype)
+            whole = self._pool.take(self._partition.layout.total, self._dtypes.gradient)
         for i in range(len(self._grads)):
             if i not in self.arrived:
                 self._partition.view(whole, i).zero_()
+        whole = self._cast(whole, self._dtypes.reduce)
         self._reducing = (*self._average(whole), whole)
         self.sent |= self.arrived
         self.arrived = set()
         self._local = None
+
+    def _cast(self, buffer: Tensor, dtype: torch.dtype) -> Tensor:
+        return buffer if buffer.dtype == dtype else self._pool.take(buffer.numel(), dtype).copy_(buffer)
 
     def _average(self, whole: Tensor) -> tuple[Pending, Tensor]:
         layout = self._partition.layout
@@ -93,7 +95,7 @@ class GroupGradients:
         if self._placements.keeps_whole_gradients:
             out = self._partition.own_shard(whole)
         else:
-            out = self._pool.take(layout.shard_numel, self._reduce_dtype)
+            out = self._pool.take(layout.shard_numel, self._dtypes.reduce)
         return self._collectives.reduce_scatter(out, whole, self._pool.take), out
 
     @torch.no_grad()
@@ -104,8 +106,7 @@ class GroupGradients:
         pending, out, _ = self._reducing
         pending.wait()
         self._reducing = None
-        if out.dtype != self._main_dtype:
-            out = self._pool.take(out.numel(), self._main_dtype).copy_(out)
+        out = self._cast(out, self._dtypes.main_grad)
         for i in self._foreign:
             grad = self._grads[i]
             assert grad is not None
@@ -121,10 +122,15 @@ class GroupGradients:
         if not self._dropped:
             return
         assert self._main is not None
-        self._main = self._pool.take(self._main.numel(), self._main_dtype).copy_(self._main)
+        main = self._pool.take(self._main.numel(), self._main.dtype).copy_(self._main)
         for i in self._dropped:
-            self._partition.fragment(self._main, i).zero_()
+            self._partition.fragment(main, i).zero_()
         self._dropped.clear()
+        self._move(main)
+
+    def _move(self, main: Tensor) -> None:
+        """Let the mean gradients lie in ``main``, which has their values."""
+        self._main = main
         for i, grad in enumerate(self._grads):
             if grad is not None and i not in self._foreign:
                 self._grads[i] = self._new_grad(i)
@@ -152,8 +158,23 @@ class GroupGradients:
             self._drop(i for i, grad in enumerate(self._grads) if grad is None)
 
     def get(self, index: int) -> ShardedTensor | None:
-        """The mean gradient of tensor ``index``, or ``None``."""
+        """The mean gradient of tensor ``index``, or ``None``. The first read widens all to the main dtype."""
+        if self._main is not None and self._main.dtype != self._dtypes.main and self._grads[index] is not None:
+            # Torch's optimizers refuse a gradient of another dtype than the weight's.
+            with torch.inference_mode(False), torch.no_grad():
+                self._clear_dropped()
+                self._move(self._cast(self._main, self._dtypes.main))
         return self._grads[index]
+
+    def buffers(self) -> Iterator[Tensor]:
+        """What holds gradients now, local and mean."""
+        for buffer in (self._local, self._main):
+            if buffer is not None:
+                yield buffer
+        for i in self._foreign:
+            grad = self._grads[i]
+            assert grad is not None
+            yield grad.fragment
 
     def set(self, index: int, grad: ShardedTensor | None) -> None:
         """Replace a mean gradient; ``None`` also drops a local one that waits for a reduction."""

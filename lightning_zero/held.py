@@ -30,7 +30,7 @@ def held_bytes(module: nn.Module, optimizers: Iterable[Optimizer] = ()) -> State
     parameters = list(module.parameters())
     return StateBytes(
         parameters=_nbytes((t for p in parameters for t in _weights(p)), seen),
-        gradients=_nbytes((p.grad for p in parameters if p.grad is not None), seen),
+        gradients=_nbytes((t for p in parameters for t in _gradients(p)), seen),
         optimizer=_nbytes((t for optimizer in optimizers for t in _state(optimizer)), seen),
     )
 
@@ -40,6 +40,14 @@ def _weights(parameter: nn.Parameter) -> Iterator[Tensor]:
     owner = parameter.owner if isinstance(parameter, ShardedParameter) else None
     if isinstance(owner, ParamGroup) and owner.whole is not None:
         yield owner.whole
+
+
+def _gradients(parameter: nn.Parameter) -> Iterator[Tensor]:
+    owner = parameter.owner if isinstance(parameter, ShardedParameter) else None
+    if isinstance(owner, ParamGroup):
+        yield from owner.gradients.buffers()
+    elif parameter.grad is not None:
+        yield parameter.grad
 
 
 def _state(optimizer: Optimizer) -> Iterator[Tensor]:

@@ -4,8 +4,8 @@
          ^                                                                   |
          +---------- optimizer <---------- main_grad <----reduce-scatter-----+
 
-Which of these rest, and whole or sharded, is the group's `Placements`. The group holds the parameters of one dtype that
-are all trained, or all frozen.
+Which of these rest, and whole or sharded, is the group's `Placements`. The group holds parameters whose
+state has the same dtypes, and that are all trained, or all frozen.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from lightning_zero.flat_buffer import BufferPool, storage_id
 from lightning_zero.gradients import GroupGradients
 from lightning_zero.layout import FlatLayout
 from lightning_zero.partition import Partition
-from lightning_zero.placements import Placements
-from lightning_zero.precision import PrecisionRecipe
+from lightning_zero.placements import Placements, StateBytes
+from lightning_zero.precision import Dtypes
 from lightning_zero.sharded_parameter import ShardedParameter, ShardedTensor, Slicing
-from lightning_zero.whole_parameter import ConcealedParameter, WholeParameter
+from lightning_zero.whole_parameter import ConcealedParameter, NarrowParameter, WholeParameter
 
 __all__ = ["GroupObserver", "ParamGroup"]
 
@@ -67,9 +67,9 @@ class ParamGroup:
 
     Args:
         names: full name of each parameter.
-        parameters: distinct, of one dtype, all trained or all frozen.
+        parameters: distinct, all trained or all frozen.
         placements: what rests where.
-        recipe: dtypes.
+        dtypes: of each station of their state.
         collectives: of the ranks that share the state.
         pool: whole and gradient buffers.
         held: filled with this group under the storage of each whole buffer that does not rest.
@@ -80,20 +80,20 @@ class ParamGroup:
         names: Sequence[str],
         parameters: Sequence[Tensor],
         placements: Placements,
-        recipe: PrecisionRecipe,
+        dtypes: Dtypes,
         collectives: Collectives,
         pool: BufferPool,
         held: dict[int, ParamGroup],
     ) -> None:
-        own = parameters[0].dtype
         self.names = list(names)
         self.placements = placements
         self.observer = GroupObserver()
         self.collectives = collectives
         self._pool = pool
         self._held = held
-        self.model_dtype = recipe.model_dtype(own)
-        self.main_dtype = recipe.main_dtype(own)
+        self.dtypes = dtypes
+        self.model_dtype = dtypes.model
+        self.main_dtype = dtypes.main
         num_shards = collectives.world_size if placements.shards_optimizer else 1
         self.layout = FlatLayout(tuple(p.numel() for p in parameters), num_shards)
         self.slicings = [self._slicing(i, parameter) for i, parameter in enumerate(parameters)]
@@ -110,9 +110,7 @@ class ParamGroup:
         self._post_hooks = [_dictionary(parameter._post_accumulate_grad_hooks) for parameter in parameters]
         self._calls_hooks = [False] * len(parameters)
         self.parameters = [self._rest(i, parameter) for i, parameter in enumerate(parameters)]
-        self.leaves = [
-            WholeParameter.of(p, i, self.model_dtype, not self._main_is_whole) for i, p in enumerate(self.parameters)
-        ]
+        self.leaves = [self._leaf(i, self.model_dtype) for i in range(len(self.parameters))]
         self._accumulators: list[list[torch.autograd.graph.Node]] = [[] for _ in self.leaves]
         self._pointed = False
         self._in_window = False
@@ -121,9 +119,7 @@ class ParamGroup:
         self._writes = [0] * len(self.leaves)
         self._conceal()
 
-        self.gradients = GroupGradients(
-            self.partition, placements, self.main_dtype, recipe.reduce_dtype(own), collectives, pool
-        )
+        self.gradients = GroupGradients(self.partition, placements, dtypes, collectives, pool)
         if placements.keeps_whole_parameters:
             self._begin_resting_whole()
         # Now that leaves have their shape, which autograd notes.
@@ -165,6 +161,10 @@ class ParamGroup:
         _exchange(self.names[index], parameter, sharded)
         return cast(ShardedParameter, parameter)
 
+    def _leaf(self, index: int, dtype: torch.dtype) -> WholeParameter:
+        expected = self.dtypes.own if self.dtypes.narrow else dtype
+        return WholeParameter.of(self.parameters[index], index, dtype, not self._main_is_whole, expected)
+
     def _begin_resting_whole(self) -> None:
         if self._whole is None:
             self._whole = torch.empty(self.layout.total, dtype=self.model_dtype, device=self._pool.device)
@@ -177,6 +177,25 @@ class ParamGroup:
     def _main_is_whole(self) -> bool:
         """Whether the main weights are a slice of whole weights that rest."""
         return self.placements.keeps_whole_parameters and self.main_dtype == self.model_dtype
+
+    def planned_bytes(self, moments: int) -> StateBytes:
+        """Bytes of state that rest on this rank by formula, for an optimizer with ``moments`` of the weights' size."""
+        dtypes, trained = self.dtypes, self.parameters[0].requires_grad
+        gradient = dtypes.gradient if self.placements.keeps_whole_gradients else dtypes.main_grad
+        state = self.placements.bytes_per_rank(
+            self.layout.total,
+            self.layout.num_shards,
+            main_itemsize=dtypes.main.itemsize,
+            model_itemsize=dtypes.model.itemsize,
+            grad_itemsize=gradient.itemsize,
+        )
+        # Optimizer state is made parameter by parameter: it has no padding.
+        stepped = sum(parameter.fragment.numel() for parameter in self.parameters)
+        return StateBytes(
+            parameters=state.parameters,
+            gradients=state.gradients if trained else 0,
+            optimizer=moments * dtypes.main.itemsize * stepped if trained else 0,
+        )
 
     # Whole weights
 
@@ -232,7 +251,7 @@ class ParamGroup:
 
     def _show_leaves(self) -> None:
         whole = self._fresh and (self._in_window or self.placements.keeps_whole_parameters)
-        kind = WholeParameter if whole else ConcealedParameter
+        kind = (NarrowParameter if self.dtypes.narrow else WholeParameter) if whole else ConcealedParameter
         for leaf in self.leaves:
             leaf.__class__ = kind
 
@@ -331,6 +350,25 @@ class ParamGroup:
             for i in range(len(self.leaves)) if not self._main_is_whole else ():
                 self._fold(i)
 
+    def leaves_over(self, whole: Tensor) -> list[WholeParameter]:
+        """Further leaves, views of ``whole``, main weights of shape (layout.total,); their gradients count too."""
+        leaves = []
+        for i, parameter in enumerate(self.parameters):
+            leaf = WholeParameter.of(parameter, i, self.main_dtype, counts_data_writes=True)
+            leaf.point_to(self.partition.view(whole, i))
+            if leaf.requires_grad:
+                self._bring_gradients(leaf, i)
+            leaves.append(leaf)
+        return leaves
+
+    def store(self, whole: Tensor) -> None:
+        """Make ``whole``, shape (layout.total,), the main weights."""
+        self.before_write()
+        with torch.no_grad():
+            self.main_weight.copy_(self.partition.own_shard(whole))
+        for i in range(len(self.parameters)):
+            self.after_write(i)
+
     # Owner: what a resting parameter asks
 
     def read_local(self, index: int) -> Tensor | None:
@@ -361,12 +399,12 @@ class ParamGroup:
             self.collectives.all_gather(whole, self.main_weight, purpose).wait()
         return whole
 
-    def touch(self, index: int) -> Tensor:
-        """The leaf of parameter ``index``, whole."""
+    def touch(self, index: int, func: Any) -> Tensor:
+        """The leaf of parameter ``index``, whole, as ``func`` sees it."""
         self.observer.touched(self)
         self.leaves[index].follow_requires_grad()
         self.hook_gradients(index)
-        return self.leaves[index]
+        return self.leaves[index].seen_by(func)
 
     def operating(self) -> AbstractContextManager[Any]:
         """Context of one operation: what is touched inside stays whole to its end, and is saved as a place."""
@@ -403,6 +441,14 @@ class ParamGroup:
         if self._accumulators[index] or not parameter.requires_grad:
             return
         self.leaves[index].follow_requires_grad()
+        for holder in (self.leaves[index], parameter):
+            self._bring_gradients(holder, index)
+        with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
+            self._accumulators[index] = [
+                torch.autograd.graph.get_gradient_edge(holder).node for holder in (self.leaves[index], parameter)
+            ]
+
+    def _bring_gradients(self, holder: Tensor, index: int) -> None:
         me = weakref.ref(self)
 
         def arrive(holder: Tensor) -> None:
@@ -410,12 +456,7 @@ class ParamGroup:
             if group is not None:
                 group._arrive(index, holder)
 
-        for holder in (self.leaves[index], parameter):
-            torch.Tensor.register_post_accumulate_grad_hook(holder, arrive)
-        with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
-            self._accumulators[index] = [
-                torch.autograd.graph.get_gradient_edge(holder).node for holder in (self.leaves[index], parameter)
-            ]
+        torch.Tensor.register_post_accumulate_grad_hook(holder, arrive)
 
     def _arrive(self, index: int, holder: Tensor) -> None:
         with torch._C.DisableTorchFunctionSubclass():
@@ -474,6 +515,7 @@ class ParamGroup:
         hooks = self._hooks[index]
 
         def call(grad: Tensor) -> Tensor:
+            grad = grad.to(self.dtypes.own)  # autograd casts what is returned to the leaf's dtype
             for hook in list(hooks.values()):
                 grad = _first_given(hook(grad), grad)
             return grad

@@ -48,8 +48,8 @@ class Owner(Protocol):
     def read_local(self, index: int) -> Tensor | None:
         """The whole value if this rank has it without a collective."""
 
-    def touch(self, index: int) -> Tensor:
-        """The leaf that stands for the parameter in autograd, with its whole value."""
+    def touch(self, index: int, func: Any) -> Tensor:
+        """What stands for the parameter, with its whole value, in a differentiable ``func``."""
 
     def operating(self) -> AbstractContextManager[Any]:
         """Context of one operation: what is touched inside stays whole to its end, and is saved as a place."""
@@ -238,8 +238,8 @@ class ShardedTensor(torch.Tensor):
             owner = next(_owners(args, kwargs), None)
             if owner is not None:
                 with owner.operating(), torch._C.DisableTorchFunctionSubclass():
-                    leaves = {key: _touch(value) for key, value in kwargs.items()}
-                    return func(*[_touch(value) for value in args], **leaves)
+                    leaves = {key: _touch(value, func) for key, value in kwargs.items()}
+                    return func(*[_touch(value, func) for value in args], **leaves)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -501,11 +501,15 @@ def reads_metadata(func: Any) -> bool:
     return name in _METADATA
 
 
+def writes_in_place(func: Any) -> bool:
+    """Whether ``func`` changes its first argument."""
+    name = getattr(func, "__name__", "")
+    return (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or name[:3] == "__i"
+
+
 def _writes_frozen(func: Any, args: Sequence[Any]) -> bool:
     """Whether ``func`` changes a sharded tensor that needs no gradient, which is legal under grad mode too."""
-    name = getattr(func, "__name__", "")
-    in_place = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or name[:3] == "__i"
-    return bool(in_place and args and isinstance(args[0], ShardedTensor) and not args[0].requires_grad)
+    return bool(writes_in_place(func) and args and isinstance(args[0], ShardedTensor) and not args[0].requires_grad)
 
 
 def _owners(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Owner]:
@@ -516,11 +520,11 @@ def _owners(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Owner]:
                 yield owner
 
 
-def _touch(value: Any) -> Any:
-    """``value`` with each owned parameter replaced by its leaf, whose value is whole."""
+def _touch(value: Any, func: Any) -> Any:
+    """``value`` with each owned parameter replaced by what stands for its whole value in ``func``."""
     if isinstance(value, ShardedParameter):
         owner = value.owner
-        return value if owner is None else owner.touch(value._index)
+        return value if owner is None else owner.touch(value._index, func)
     if type(value) in (list, tuple) and any(isinstance(item, ShardedParameter) for item in value):
-        return type(value)([_touch(item) for item in value])
+        return type(value)([_touch(item, func) for item in value])
     return value

@@ -27,7 +27,7 @@ from lightning_zero.checkpoint.one_file import (
 from lightning_zero.engine import Engine, engine_of, shard, unshard
 from lightning_zero.host import host_fits
 from lightning_zero.placements import stage_placements
-from lightning_zero.precision import PrecisionRecipe
+from lightning_zero.precision import RECIPES, PrecisionRecipe
 from lightning_zero.units import UnitSpec
 
 if TYPE_CHECKING:
@@ -50,8 +50,7 @@ class _ZeROMixin(_DDPStrategy):
         stage: 1 shards the optimizer state, 2 also gradients, 3 also parameters; 0 is plain data parallelism.
         units: which submodules are gathered and freed together: classes, class names, or a predicate; default: Hugging
             Face's ``_no_split_modules``, else elements of ``ModuleList`` and ``Sequential``.
-        recipe: dtypes of training state; default: each parameter's own, so that the Trainer's ``precision`` gives the
-            numerics it gives under DDP.
+        recipe: dtypes of training state; default: the row of the Trainer's ``precision`` in `RECIPES`.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend,
             timeout, start_method: as for ``DDPStrategy``.
         ddp_arguments: ``find_unused_parameters``, ``static_graph`` and ``gradient_as_bucket_view`` are accepted and
@@ -144,7 +143,7 @@ class _ZeROMixin(_DDPStrategy):
                 self.lightning_module,
                 stage=self.stage,
                 units=self._units,
-                precision=self._recipe,
+                precision=self._recipe or RECIPES.get(self.precision_plugin.precision),
                 device=self.root_device,
             )
         assert self.engine is not None

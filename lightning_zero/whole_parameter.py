@@ -1,6 +1,7 @@
 """The leaf that stands for a resting parameter while its unit's window is open.
 
     WholeParameter       a view of the whole buffer: modules compute with it at full speed
+    NarrowParameter      one whose buffer has autocast's dtype: it widens for what autocast does not cast
     ConcealedParameter   the same object after the window closed: its next use opens the window again
 
 A leaf keeps its identity, so a graph built through it accumulates into it whenever backward comes. What user code
@@ -14,11 +15,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_zero.sharded_parameter import Owner, ShardedParameter, check_data, reads_metadata
+from lightning_zero.autocast import casts_down
+from lightning_zero.sharded_parameter import Owner, ShardedParameter, check_data, reads_metadata, writes_in_place
 
-__all__ = ["ConcealedParameter", "WholeParameter"]
+__all__ = ["ConcealedParameter", "NarrowParameter", "WholeParameter"]
 
 # Torch's own attributes, past the properties below.
 _raw_data = cast(Any, torch.Tensor.data)
@@ -34,12 +36,21 @@ class WholeParameter(nn.Parameter):
     _resting: ShardedParameter
     _index: int
     _counts_data_writes: bool
+    _expected: torch.dtype
 
     @classmethod
-    def of(cls, resting: ShardedParameter, index: int, dtype: torch.dtype, counts_data_writes: bool) -> WholeParameter:
+    def of(
+        cls,
+        resting: ShardedParameter,
+        index: int,
+        dtype: torch.dtype,
+        counts_data_writes: bool,
+        expected: torch.dtype | None = None,
+    ) -> WholeParameter:
         """A leaf for ``resting``, which is number ``index`` of its group.
 
         Args:
+            expected: the dtype that code expects of its value, where it is not ``dtype``.
             counts_data_writes: whether writes through ``data`` advance the leaf's version, because they must be noticed
                 and folded back. Torch's own ``data`` hides them.
         """
@@ -48,11 +59,23 @@ class WholeParameter(nn.Parameter):
         leaf._resting = resting
         leaf._index = index
         leaf._counts_data_writes = counts_data_writes
+        leaf._expected = expected or dtype
         return leaf
 
     def point_to(self, whole: Tensor) -> None:
         """Become a view of ``whole``, which has the parameter's shape."""
         _raw_data.__set__(self, whole)
+
+    def seen_by(self, func: Any) -> Tensor:
+        """What ``func``, a function of torch, takes in place of this leaf: the leaf, or its value widened."""
+        if (
+            self.dtype == self._expected
+            or reads_metadata(func)
+            or writes_in_place(func)
+            or casts_down(func, self.device)
+        ):
+            return self
+        return self.to(self._expected)
 
     def follow_requires_grad(self) -> None:
         """Take ``requires_grad`` from the resting parameter."""
@@ -115,13 +138,25 @@ class WholeParameter(nn.Parameter):
         return plain.__reduce_ex__(protocol)
 
 
+class NarrowParameter(WholeParameter):
+    """A leaf in autocast's dtype, of which code expects another one."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            args, kwargs = tree_map_only(NarrowParameter, lambda leaf: leaf.seen_by(func), (args, kwargs or {}))
+            return func(*args, **kwargs)
+
+
 class ConcealedParameter(WholeParameter):
     """A leaf whose buffer may be gone: any use of its value opens the window first."""
 
     @property
     def data(self) -> Tensor:
         """The whole value without gradient, after the window has opened."""
-        _open(self)
+        _open(self, torch.Tensor.detach)
         return cast(Tensor, cast(Any, WholeParameter.data).__get__(self))
 
     @data.setter
@@ -139,15 +174,15 @@ class ConcealedParameter(WholeParameter):
         if func is not torch.Tensor.detach and reads_metadata(func):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        concealed = [item for item in tree_leaves((args, kwargs)) if isinstance(item, ConcealedParameter)]
-        with _owner(concealed[0]).operating(), torch._C.DisableTorchFunctionSubclass():
-            for leaf in concealed:
-                _open(leaf)
+        first = next(item for item in tree_leaves((args, kwargs)) if isinstance(item, ConcealedParameter))
+        with _owner(first).operating(), torch._C.DisableTorchFunctionSubclass():
+            args, kwargs = tree_map_only(ConcealedParameter, lambda leaf: _open(leaf, func), (args, kwargs))
             return func(*args, **kwargs)
 
 
-def _open(leaf: ConcealedParameter) -> None:
-    _owner(leaf).touch(leaf._index)
+def _open(leaf: ConcealedParameter, func: Any) -> Tensor:
+    """Open the leaf's window; what ``func`` takes in its place."""
+    return _owner(leaf).touch(leaf._index, func)
 
 
 def _owner(leaf: ConcealedParameter) -> Owner:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from lightning_zero.flat_buffer import storage_id
 from lightning_zero.param_group import ParamGroup
-from lightning_zero.whole_parameter import ConcealedParameter, WholeParameter
+from lightning_zero.whole_parameter import ConcealedParameter, NarrowParameter, WholeParameter
 
 __all__ = ["ReplacedParameterError", "Unit", "Windows", "in_backward"]
 
@@ -116,13 +116,20 @@ class Unit:
             if module is None:
                 continue
             current: Tensor | None = module._parameters.get(slot.attribute)
-            known = (slot.group.parameters[slot.index], slot.group.leaves[slot.index])
-            if current is None or (isinstance(current, nn.Parameter) and all(current is not one for one in known)):
+            known = current._resting if isinstance(current, WholeParameter) else current
+            replaced = isinstance(current, nn.Parameter) and known is not slot.group.parameters[slot.index]
+            if current is None or replaced:
                 raise ReplacedParameterError(
                     f"`{slot.name}` was {'removed' if current is None else 'replaced'} after the model was sharded, so"
                     " it would not be trained. Change the model in `configure_model`, or assign values in place:"
                     f" `module.{slot.name}.data = value`."
                 )
+
+    def replace(self, group: ParamGroup, old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
+        """Let attributes that hold a parameter of ``group`` hold ``new`` where they hold ``old``."""
+        for slot in self._slots:
+            if slot.group is group:
+                slot.exchange(old[slot.index], new[slot.index])
 
     def swap_in(self) -> None:
         """Let module attributes be leaves. A foreign tensor, as `functional_call` sets it, stays."""
@@ -164,7 +171,7 @@ class _PackedWeight:
 _PATCHED = "_forward_before_sharding"
 """Attribute of a module that keeps a forward that someone had put on the instance."""
 
-_PACKABLE = {Tensor, nn.Parameter, WholeParameter, ConcealedParameter}
+_PACKABLE = {Tensor, nn.Parameter, WholeParameter, NarrowParameter, ConcealedParameter}
 
 
 class Windows:

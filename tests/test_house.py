@@ -13,13 +13,13 @@ import lightning_zero
 PACKAGE = Path(lightning_zero.__file__).parent
 
 FLOORS = {
-    "placements": 0, "precision": 0, "_lightning": 0,
+    "placements": 0, "precision": 0, "autocast": 0, "_lightning": 0,
     "collectives": 1, "layout": 1, "units": 1,
     "flat_buffer": 2,
     "sharded_parameter": 3, "sharded_ops": 3, "whole_parameter": 3, "partition": 3,
     "param_group": 4, "gradients": 4,
     "window": 5, "reducer": 5,
-    "engine": 6, "held": 6, "host": 6, "checkpoint": 6,
+    "engine": 6, "gathering": 6, "held": 6, "host": 6, "checkpoint": 6,
     "strategy": 7, "__init__": 7,
 }  # fmt: skip
 

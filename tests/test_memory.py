@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from torch import nn
 
 import lightning_zero
 from lightning_zero.engine import engine_of
+from lightning_zero.placements import StateBytes
+from lightning_zero.precision import RECIPES, PrecisionRecipe
 from lightning_zero.sharded_parameter import ShardedTensor, ShardedView
 
 STAGES = [0, 1, 2, 3]
@@ -92,7 +95,9 @@ def resting_bytes(engine):
 
 def loss_of(model, rank, number):
     tokens = torch.tensor([(7 * number + 3 * rank) % TOKENS])
-    return F.cross_entropy(model(tokens), tokens)
+    is_mixed = any(group.dtypes.narrow for group in engine_of(model).groups) if engine_of(model) else False
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_mixed):
+        return F.cross_entropy(model(tokens), tokens)
 
 
 def train(model, optimizer, rank, count, first=0):
@@ -100,6 +105,16 @@ def train(model, optimizer, rank, count, first=0):
         optimizer.zero_grad()
         loss_of(model, rank, number).backward()
         optimizer.step()
+
+
+LOOKED_UP_OR_SCALED = {"embed.weight", *(f"blocks.{i}.scale" for i in range(BLOCKS))}
+
+
+def totals(engine, wanted):
+    """Elements of all groups whose set of names is ``wanted``, and of those in the root."""
+    groups = [group for group in engine.groups if wanted(set(group.names))]
+    in_root = [group for group in groups if group in engine.root.groups]
+    return sum(group.layout.total for group in groups), sum(group.layout.total for group in in_root)
 
 
 def _at_rest(rank, stage, recipe):
@@ -116,17 +131,22 @@ def _at_rest(rank, stage, recipe):
         cleared = resting_bytes(engine)
         loss_of(model, rank, 9).backward()
     waiting = resting_bytes(engine)
+    before_reading = lightning_zero.held_bytes(model, [optimizer])
     return {
+        "held before reading": before_reading,
         "built": built,
         "stepped": stepped,
         "cleared": cleared,
         "waiting": waiting,
         "held": held,
+        "planned": engine.planned_bytes(),
         "total": sum(group.layout.total for group in engine.groups),
+        "looked up or scaled": totals(engine, lambda names: names <= LOOKED_UP_OR_SCALED),
+        "multiplied": totals(engine, lambda names: not names <= LOOKED_UP_OR_SCALED),
+        "root_bytes": sum(group.layout.total * group.model_dtype.itemsize for group in engine.root.groups),
+        "placeholders": sum(group.model_dtype.itemsize for group in engine.groups),
         "padding": sum(group.layout.padding for group in engine.groups),
         "fragments": sum(p.fragment.numel() for p in model.parameters()),
-        "groups": len(engine.groups),
-        "root": sum(group.layout.total for group in engine.root.groups),
         "parameters": len(list(model.parameters())),
     }
 
@@ -152,10 +172,10 @@ def test_an_fp32_rank_holds_the_formula_and_its_padding_to_the_byte(stage, world
         state = padded_bytes(stage, world_size, got["total"], 4, 4, 4)
         # Optimizer state is allocated parameter by parameter, so it has no padding.
         optimizer = 8 * got["fragments"]
-        small = STEP_COUNTER * got["parameters"] + 4 * got["groups"]
-        root = 4 * got["root"] if stage == 3 else 0
+        small = STEP_COUNTER * got["parameters"] + got["placeholders"]
+        root = got["root_bytes"] if stage == 3 else 0
         assert got["stepped"] == state.parameters + state.gradients + optimizer + root + small
-        assert got["built"] == state.parameters + 4 * got["groups"]
+        assert got["built"] == state.parameters + got["placeholders"]
         assert got["cleared"] == got["stepped"] - state.gradients
         assert got["held"].parameters == state.parameters + root
         assert got["held"].gradients == state.gradients
@@ -164,25 +184,48 @@ def test_an_fp32_rank_holds_the_formula_and_its_padding_to_the_byte(stage, world
     assert total == (PSI if stage else world_size * PSI), "fragments cover psi exactly once"
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_mixed_rank_holds_what_the_table_says(stage):
-    """bf16 compute over fp32 main weights and gradients: 16 psi / N at stage 3, 2 psi + 16 psi / N at stage 2.
+MIXED = RECIPES["bf16-mixed"]
 
-    At stage 1 the whole gradient rests, in fp32, where micro-batches add up: 6 psi + 12 psi / N.
+
+@pytest.mark.parametrize(
+    "recipe, widths",
+    [
+        (MIXED, (2, 4, 4)),
+        (replace(MIXED, others=torch.bfloat16), (2, 2, 4)),
+        (replace(MIXED, main_grad=torch.bfloat16), (2, 4, 2)),
+        (PrecisionRecipe(compute=torch.float32), (4, 4, 4)),
+    ],
+    ids=["bf16-mixed", "all gathers in 2 bytes", "2-byte gradient shard", "compute=float32"],
+)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_mixed_rank_holds_what_its_recipe_plans_to_the_byte(stage, recipe, widths):
+    """fp32 main weights (4 bytes an element) and Adam's moments (8) are sharded; whole weights rest up to stage 2.
+
+    ``widths`` are bytes of a whole element of products, of a whole element of others, and of a mean gradient that was
+    not read yet. At stage 1 the whole gradient rests, in fp32, where micro-batches add up. In one dtype main weights
+    are a part of the whole ones.
     """
-    world_size = 2
-    for got in run_ranks(world_size, _at_rest, stage, lightning_zero.PrecisionRecipe(compute=torch.bfloat16)):
-        shard, small = got["total"] // world_size, STEP_COUNTER * got["parameters"] + 2 * got["groups"]
-        whole = 2 * got["total"] if stage < 3 else 0
+    product, other, mean = widths
+    for got in run_ranks(2, _at_rest, stage, recipe):
+        others, root_others = got["looked up or scaled"]
+        products, root_products = got["multiplied"]
+        shard = (products + others) // 2
+        whole = product * products + other * others
+        # A whole weight of main precision has the main shard inside it.
+        apart = 4 * shard - (0 if product < 4 else 4 * products // 2) - (0 if other < 4 else 4 * others // 2)
+        parameters = whole + apart if stage < 3 else 4 * shard
         optimizer = 8 * got["fragments"]
-        root = 2 * got["root"] if stage == 3 else 0  # gathered ahead when the step ended
-        gradients = {1: 4 * got["total"], 2: 4 * shard, 3: 4 * shard}[stage]
-        assert got["stepped"] == whole + 4 * shard + gradients + optimizer + root + small
-        assert got["cleared"] == whole + 4 * shard + optimizer + root + small
+        gradients = 4 * 2 * shard if stage == 1 else mean * shard
+        read = 4 * 2 * shard if stage == 1 and mean == 4 else 4 * shard  # the optimizer widens what it reads
+        root = product * root_products + other * root_others if stage == 3 else 0  # gathered ahead when the step ended
+        small = STEP_COUNTER * got["parameters"] + got["placeholders"]
+        assert got["stepped"] == parameters + read + optimizer + root + small
+        assert got["cleared"] == parameters + optimizer + root + small
         assert got["waiting"] == got["cleared"] - root + gradients
-        assert got["held"].parameters == whole + 4 * shard + root
-        assert got["held"].gradients == gradients
+        assert got["planned"] == StateBytes(parameters, gradients, optimizer)
+        assert got["held"].parameters == parameters + root
         assert got["held"].optimizer == optimizer
+        assert got["held before reading"].gradients == gradients
 
 
 # Inside a step

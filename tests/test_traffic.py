@@ -11,6 +11,7 @@ from torch import nn
 
 import lightning_zero
 from lightning_zero.engine import engine_of
+from lightning_zero.precision import RECIPES, PrecisionRecipe
 
 STAGES = [0, 1, 2, 3]
 WIDTH, BLOCKS, WARM_UP = 12, 4, 3
@@ -45,13 +46,15 @@ class Net(nn.Module):
         return self.head(self.norm(x))
 
 
-def step(model, optimizer, rank, number, micro_batches, clip=False):
+def step(model, optimizer, rank, number, micro_batches, clip=False, mixed=False):
     optimizer.zero_grad()
     for micro in range(micro_batches):
         tokens = torch.randint(0, 30, (4,), generator=torch.Generator().manual_seed(100 * number + 10 * rank + micro))
         context = lightning_zero.no_sync(model) if micro < micro_batches - 1 else torch.enable_grad()
         with context:
-            (F.cross_entropy(model(tokens), tokens) / micro_batches).backward()
+            with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+                loss = F.cross_entropy(model(tokens), tokens) / micro_batches
+            loss.backward()
     if clip:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
@@ -64,37 +67,46 @@ def _measure(rank, stage, micro_batches, precision, freeze):
     assert len(engine.units) == BLOCKS
     optimizer = torch.optim.AdamW(model.parameters())
     for number in range(WARM_UP):
-        step(model, optimizer, rank, number, micro_batches)
+        step(model, optimizer, rank, number, micro_batches, mixed=any(group.dtypes.narrow for group in engine.groups))
     engine.collectives.reset_counts()
-    step(model, optimizer, rank, WARM_UP, micro_batches)
+    step(model, optimizer, rank, WARM_UP, micro_batches, mixed=any(group.dtypes.narrow for group in engine.groups))
     counts = engine.collectives
     sizes = [
-        (unit.is_root, bool(group.expected), group.layout.total, len(group.parameters))
+        (unit.is_root, bool(group.expected), group.layout.total, len(group.parameters), group.model_dtype.itemsize)
         for unit in (engine.root, *engine.units)
         for group in unit.groups
     ]
     return dict(counts.calls), dict(counts.payload), dict(counts.nbytes), sizes
 
 
-def expected(stage, micro_batches, sizes, gather_itemsize=4, reduce_itemsize=4):
-    """Calls, elements and bytes by purpose: the formula of `Placements.traffic` over padded sizes."""
-    trained = sum(total for _, is_trained, total, _ in sizes if is_trained)
-    frozen = sum(total for _, is_trained, total, _ in sizes if not is_trained)
-    root = sum(total for is_root, _, total, _ in sizes if is_root)
-    traffic = lightning_zero.STAGES[stage].traffic(
+def planned(stage, micro_batches, sizes):
+    """The formula of `Placements.traffic` over padded sizes."""
+    trained = sum(total for _, is_trained, total, *_ in sizes if is_trained)
+    frozen = sum(total for _, is_trained, total, *_ in sizes if not is_trained)
+    root = sum(total for is_root, _, total, *_ in sizes if is_root)
+    return lightning_zero.STAGES[stage].traffic(
         trained, root_numel=root, micro_batches=micro_batches, frozen_numel=frozen
     )
-    trained_groups = sum(is_trained for _, is_trained, _, _ in sizes)
-    root_groups = sum(is_root for is_root, _, _, _ in sizes)
+
+
+def expected(stage, micro_batches, sizes, reduce_itemsize=4):
+    """Calls, elements and bytes by purpose."""
+    traffic = planned(stage, micro_batches, sizes)
+    gathered_bytes = sum(
+        itemsize * planned(stage, micro_batches, [size for size in sizes if size[-1] == itemsize]).gathered
+        for itemsize in {itemsize for *_, itemsize in sizes}
+    )
+    trained_groups = sum(is_trained for _, is_trained, *_ in sizes)
+    root_groups = sum(is_root for is_root, *_ in sizes)
     unit_groups = len(sizes) - root_groups
     backwards = micro_batches if stage >= 2 else 1
     gathers = {0: 0, 1: trained_groups, 2: trained_groups, 3: micro_batches * (2 * unit_groups + root_groups)}[stage]
     # What will come and what came: a byte a parameter and one more, which an all-reduce sends twice.
-    flags = 2 * 2 * (sum(parameters for _, _, _, parameters in sizes) + 1) * backwards
+    flags = 2 * 2 * (sum(parameters for *_, parameters, _ in sizes) + 1) * backwards
     calls = {"gather": gathers, "reduce": trained_groups * backwards, "flags": 2 * backwards}
     payload = {"gather": int(traffic.gathered), "reduce": int(traffic.reduced), "flags": flags}
     nbytes = {
-        "gather": payload["gather"] * gather_itemsize,
+        "gather": int(gathered_bytes),
         "reduce": payload["reduce"] * reduce_itemsize,
         "flags": flags,
     }
@@ -117,13 +129,25 @@ def test_three_ranks_send_the_same_payload(stage):
         assert (calls, payload, nbytes) == expected(stage, 1, sizes)
 
 
+WIRE = {
+    "bf16-mixed": (RECIPES["bf16-mixed"], 4),
+    "2-byte reductions": (PrecisionRecipe(compute=torch.bfloat16, reduce=torch.bfloat16), 2),
+    "compute=float32": (PrecisionRecipe(main=torch.float32, compute=torch.float32), 4),
+}
+
+
+@pytest.mark.parametrize("name", WIRE)
 @pytest.mark.parametrize("stage", STAGES)
-def test_computing_in_two_bytes_halves_the_gathers(stage):
-    """bf16 crosses the wire on the way out; gradients travel in the recipe's dtype."""
-    recipe = lightning_zero.PrecisionRecipe(compute=torch.bfloat16)
-    reduce_itemsize = recipe.reduce_dtype(torch.float32).itemsize
+def test_what_autocast_casts_crosses_the_wire_in_two_bytes(stage, name):
+    """Elements are those of fp32; the weights of products have 2 bytes, the embedding and the norm 4.
+
+    Stage 0 gathers nothing: nothing there is narrow.
+    """
+    recipe, reduced = WIRE[name]
     for calls, payload, nbytes, sizes in run_ranks(2, _measure, stage, 1, recipe, False):
-        assert (calls, payload, nbytes) == expected(stage, 1, sizes, 2, reduce_itemsize)
+        assert (calls, payload, nbytes) == expected(stage, 1, sizes, reduce_itemsize=reduced)
+        itemsizes = {itemsize for *_, itemsize in sizes}
+        assert itemsizes == ({4} if stage == 0 or name == "compute=float32" else {2, 4})
 
 
 def _clipped(rank, stage):
