@@ -515,10 +515,10 @@ class ParamGroup:
         hooks = self._hooks[index]
 
         def call(grad: Tensor) -> Tensor:
-            grad = grad.to(self.dtypes.own)  # autograd casts what is returned to the leaf's dtype
+            seen = grad.to(self.dtypes.own)
             for hook in list(hooks.values()):
-                grad = _first_given(hook(grad), grad)
-            return grad
+                seen = _first_given(hook(seen), seen)
+            return seen.to(grad.dtype)
 
         torch.Tensor.register_hook(self.leaves[index], call)
         self._calls_hooks[index] = True
