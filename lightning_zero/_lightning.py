@@ -14,7 +14,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-__all__ = ["Flavour", "installed_flavours"]
+__all__ = ["Flavour", "installed_flavours", "own_collectives"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,24 @@ class Flavour:
         """Context in which modules are built, ``empty`` skipping their initializers."""
         with self.empty_init(enabled=empty):
             yield
+
+
+def own_collectives(trainer: Any) -> list[tuple[str, Any, str]]:
+    """Methods of the Trainer's loops that communicate, or let others do so, without asking the strategy.
+
+    Returns:
+        the place (see `lockstep.PLACES`), the loop, and the name of its method.
+    """
+    epoch = trainer.fit_loop.epoch_loop
+    evaluations = (epoch.val_loop, trainer.validate_loop, trainer.test_loop)
+    return [
+        # A broadcast at each batch, whether some rank was told to end.
+        ("batch", epoch, "_broadcast_sigterm_tensor"),
+        # Logged metrics synchronize themselves.
+        *(("evaluation end", loop, "_store_dataloader_outputs") for loop in evaluations),
+        # Writers of predictions gather them.
+        ("evaluation end", trainer.predict_loop, "on_run_end"),
+    ]
 
 
 _PACKAGES = {

@@ -72,6 +72,9 @@ class Collectives:
         self.world_size = 1 if group is None else dist.get_world_size(group)
         self._source = 0 if group is None else dist.get_global_rank(group, 0)
         self._is_native = group is not None and dist.get_backend(group) != "gloo"
+        self.meet: Callable[[str], object] | None = None
+        """Called with its purpose before a collective: other ranks may need something first. Not before gathers, which
+        are what they may need, and not before the exchanges that tell."""
         self.calls: Counter[str] = Counter()
         """Number of collectives by purpose."""
         self.payload: Counter[str] = Counter()
@@ -112,7 +115,9 @@ class Collectives:
         for counter in (self.calls, self.payload, self.nbytes):
             counter.clear()
 
-    def _count(self, purpose: str, tensor: Tensor, times: int = 1) -> None:
+    def _begin(self, purpose: str, tensor: Tensor, times: int = 1) -> None:
+        if purpose not in ("gather", "lockstep") and self.meet is not None:
+            self.meet(purpose)
         self.calls[purpose] += 1
         self.payload[purpose] += times * tensor.numel()
         self.nbytes[purpose] += times * tensor.numel() * tensor.element_size()
@@ -127,7 +132,7 @@ class Collectives:
         if self.group is None:
             whole.copy_(shard)
             return Pending()
-        self._count(purpose, whole)
+        self._begin(purpose, whole)
         if self._is_native:
             return Pending([getattr(dist, _ALL_GATHER)(whole, shard, group=self.group, async_op=True)])
         chunks = whole.view(self.world_size, -1)
@@ -158,7 +163,7 @@ class Collectives:
         if self.group is None:
             out.copy_(whole)
             return Pending()
-        self._count(purpose, whole)
+        self._begin(purpose, whole)
         before = _divides_first(whole)
         if before:
             whole.div_(self.world_size)
@@ -180,14 +185,14 @@ class Collectives:
         before = _divides_first(whole)
         if before:
             whole.div_(self.world_size)
-        self._count(purpose, whole, times=2)
+        self._begin(purpose, whole, times=2)
         work = dist.all_reduce(whole, group=self.group, async_op=True)
         return Pending([work], lambda: _divide(whole, 1 if before else self.world_size))
 
     def all_reduce(self, tensor: Tensor, op: str = "sum", purpose: str = "norm") -> Tensor:
         """Combine over ranks, in place and at once; ``op`` is "sum", "max" or "min". Returns ``tensor``."""
         if self.group is not None:
-            self._count(purpose, tensor, times=2)
+            self._begin(purpose, tensor, times=2)
             # A tensor that user code moved to the host travels from the device.
             value = tensor.to(self.device)
             dist.all_reduce(value, getattr(dist.ReduceOp, op.upper()), group=self.group)
@@ -198,7 +203,7 @@ class Collectives:
     def broadcast(self, tensor: Tensor, purpose: str = "setup") -> Tensor:
         """Rank 0's value, in place and at once. Returns ``tensor``."""
         if self.group is not None:
-            self._count(purpose, tensor)
+            self._begin(purpose, tensor)
             dist.broadcast(tensor, self._source, group=self.group)
         return tensor
 
@@ -206,13 +211,20 @@ class Collectives:
         """Elementwise maximum over ranks of a small host tensor, in place, in an order of its own."""
         if self.group is None:
             return Pending()
-        self._count("flags", flags, times=2)
+        self._begin("flags", flags, times=2)
         return Pending([dist.all_reduce(flags, dist.ReduceOp.MAX, group=_alive(self._flags_group), async_op=True)])
+
+    def minimum(self, values: Tensor) -> Tensor:
+        """Elementwise minimum over ranks of a small host tensor, in place and at once. Returns ``values``."""
+        if self.group is not None:
+            self._begin("lockstep", values, times=2)
+            dist.all_reduce(values, dist.ReduceOp.MIN, group=_alive(self._flags_group))
+        return values
 
     def broadcast_flags(self, flags: Tensor) -> Tensor:
         """Rank 0's value of a small host tensor, in place and at once. Returns ``flags``."""
         if self.group is not None:
-            self._count("flags", flags)
+            self._begin("flags", flags)
             dist.broadcast(flags, self._source, group=_alive(self._flags_group))
         return flags
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields
 from typing import Any, TypeVar
 
@@ -22,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from lightning_zero.autocast import is_multiplied
 from lightning_zero.collectives import Collectives
 from lightning_zero.flat_buffer import BufferPool
+from lightning_zero.lockstep import FLOWING, Lockstep
 from lightning_zero.param_group import GroupObserver, ParamGroup
 from lightning_zero.placements import STAGES, Placements, StateBytes, stage_placements
 from lightning_zero.precision import Dtypes, PrecisionRecipe
@@ -84,7 +85,9 @@ class Engine(GroupObserver):
             self.root, self.units = self._build_units(module, plan)
         self.groups = [group for unit in (self.root, *self.units) for group in unit.groups]
         self.reducer = Reducer(self.groups, collectives, self._forward_order, self._end_backward)
-        self.windows = Windows(self.root, self.units, self._held, self.reducer.begin)
+        self.lockstep = Lockstep([self.root, *self.units], collectives)
+        self.windows = Windows(self.root, self.units, self._held, self.reducer.begin, self.lockstep)
+        collectives.meet = _meeting(self)
         for group in self.groups:
             group.observer = self
         self._forwards = [WindowedForward(module, self._forward)]
@@ -175,6 +178,23 @@ class Engine(GroupObserver):
 
     # Steps
 
+    def before_collective(self, purpose: str) -> None:
+        """`meet`, unless training flows."""
+        if purpose not in FLOWING:
+            self.meet(purpose)
+        elif self.lockstep.asked:
+            self.meet("training step")
+
+    def meet(self, place: str) -> None:
+        """Wait for all ranks before they go on together, and give those that are behind what they need.
+
+        Raises:
+            RanksDifferError: another rank is elsewhere.
+        """
+        if not self.abandoned:
+            self.windows.pause()
+            self.windows.agree_on_root(self.lockstep.meet(place, self.root.is_gathered))
+
     @contextmanager
     def step(self) -> Iterator[None]:
         """Context of one step of user code: a call of the module, or a step method of a LightningModule."""
@@ -185,7 +205,9 @@ class Engine(GroupObserver):
     @contextmanager
     def training_step(self) -> Iterator[None]:
         """A `step` that a backward follows, on all ranks: rank 0's buffers come first."""
-        with self.step():
+        if not self.placements.keeps_whole_parameters:
+            self.meet("training step")
+        with self.windows.training(), self.step():
             self.share_buffers()
             yield
         # Data parallelism sends no buffers after a forward whose gradients wait.
@@ -264,6 +286,8 @@ class Engine(GroupObserver):
 
     def after_optimizer_step(self) -> None:
         """Begin to gather what the step made stale: the next forward needs it soon."""
+        if self.lockstep.asked:
+            self.meet("optimizer step")
         self.windows.refresh()
 
     # The way back
@@ -301,6 +325,7 @@ class Engine(GroupObserver):
 
     def release(self, device: torch.device | None = None) -> None:
         """Make the parameters plain, on ``device`` or where they are: a collective."""
+        self.meet("end")
         self.rest()
         self._remove_windows()
         with torch.no_grad():
@@ -308,14 +333,6 @@ class Engine(GroupObserver):
                 whole = group.whole_main_weight("checkpoint")
                 group.release(whole if device is None else whole.to(device))
         self._dissolution()
-
-    @contextmanager
-    def held_whole(self) -> Iterator[None]:
-        """Context in which everything is whole, so that no forward inside is a collective."""
-        with ExitStack() as stack:
-            for unit in (self.root, *self.units):
-                stack.enter_context(self.windows.held_open(unit))
-            yield
 
 
 class _Holder:
@@ -374,6 +391,17 @@ def _homes(holders: dict[Tensor, list[_Holder]], plan: Sequence[NamedModules]) -
         found = {number.get(holder.module) for holder in places}
         homes[parameter] = found.pop() if len(found) == 1 else None
     return homes
+
+
+def _meeting(engine: Engine) -> Callable[[str], None]:
+    reference = weakref.ref(engine)
+
+    def meet(place: str) -> None:
+        found = reference()
+        if found is not None:
+            found.before_collective(place)
+
+    return meet
 
 
 def _window_of(windows: Windows, unit: Unit) -> Callable[[], Any]:

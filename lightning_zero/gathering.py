@@ -16,7 +16,7 @@ from lightning_zero.engine import Engine
 from lightning_zero.param_group import ParamGroup
 from lightning_zero.sharded_parameter import ShardedParameter
 from lightning_zero.whole_parameter import WholeParameter
-from lightning_zero.window import Unit, Windows
+from lightning_zero.window import Unit
 
 __all__ = ["gathered"]
 
@@ -35,8 +35,10 @@ def gathered(module: nn.Module, writeback: bool = False) -> Iterator[None]:
     """
     units = _units_of(module)
     with ExitStack() as stack:
-        for windows, unit in units:
-            stack.enter_context(windows.held_open(unit))
+        for engine in dict.fromkeys(engine for engine, _ in units):
+            engine.meet("gathered")
+        for engine, unit in units:
+            stack.enter_context(engine.windows.held_open(unit))
         opened = [_open(unit, group) for _, unit in units for group in unit.groups]
         for one in opened:
             stack.callback(one.close)
@@ -116,13 +118,12 @@ def _refuse_writes(opened: Sequence[_Leaves | _MainCopies]) -> None:
         )
 
 
-def _units_of(module: nn.Module) -> list[tuple[Windows, Unit]]:
-    found: dict[Unit, Windows] = {}
+def _units_of(module: nn.Module) -> list[tuple[Engine, Unit]]:
+    found: dict[Unit, Engine] = {}
     for parameter in module.parameters():
         # A window may be open already, and then attributes are leaves.
         resting = parameter._resting if isinstance(parameter, WholeParameter) else parameter
         owner = resting.owner if isinstance(resting, ShardedParameter) else None
         if isinstance(owner, ParamGroup) and isinstance(owner.observer, Engine):
-            windows = owner.observer.windows
-            found[windows.unit_of(owner)] = windows
-    return [(windows, unit) for unit, windows in found.items()]
+            found[owner.observer.windows.unit_of(owner)] = owner.observer
+    return [(engine, unit) for unit, engine in found.items()]

@@ -209,24 +209,38 @@ class ParamGroup:
         """Whether whole values are held and current."""
         return self._fresh
 
+    @property
+    def is_gathered(self) -> bool:
+        """As `is_whole`, or about to be."""
+        return self._fresh or self._gathering is not None
+
     def unshard(self) -> None:
         """Begin to make whole values current; `wait` ends it."""
         if self._fresh or self._gathering is not None:
             return
-        with torch.inference_mode(False), torch.no_grad():
-            if self._whole is None:
+        if self._whole is None:
+            with torch.inference_mode(False):
                 self._whole = self._pool.take(self.layout.total, self.model_dtype)
-                self._held[storage_id(self._whole)] = self
+            self._held[storage_id(self._whole)] = self
+        self._gathering = self._gather(self._whole)
+
+    def serve(self) -> None:
+        """Take part in a gather that other ranks need and this one does not."""
+        self.keep_writes()
+        self._gather(self._pool.take(self.layout.total, self.model_dtype)).wait()
+
+    def _gather(self, whole: Tensor) -> Pending:
+        """Begin to fill ``whole``, shape (layout.total,), from the main weights of all ranks."""
+        with torch.inference_mode(False), torch.no_grad():
             source = self.main_weight
             if self.main_dtype != self.model_dtype:
-                source = self.partition.own_shard(self._whole)
+                source = self.partition.own_shard(whole)
                 source.copy_(self.main_weight)
             if self.layout.num_shards > 1:
-                self._gathering = self.collectives.all_gather(self._whole, source)
-            elif source.data_ptr() != self._whole.data_ptr():
-                self._whole.copy_(source)
-            if self._gathering is None:
-                self._gathering = Pending()
+                return self.collectives.all_gather(whole, source)
+            if source.data_ptr() != whole.data_ptr():
+                whole.copy_(source)
+            return Pending()
 
     def wait(self) -> None:
         """Make whole values current and the leaves views of them."""

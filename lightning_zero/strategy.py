@@ -8,7 +8,7 @@ teardown                the module is whole and plain again
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_zero._lightning import Flavour, installed_flavours
+from lightning_zero._lightning import Flavour, installed_flavours, own_collectives
 from lightning_zero.checkpoint.one_file import (
     full_optimizer_state,
     full_state_dict,
@@ -99,7 +99,6 @@ class _ZeROMixin(_DDPStrategy):
         self._units = units
         self._recipe = recipe
         self._interrupted = False
-        self._held_whole = ExitStack()
         if ddp_arguments:
             self._flavour.rank_zero_info(
                 f"ZeROStrategy: {', '.join(ddp_arguments)} has no meaning here and is ignored; unused parameters and"
@@ -153,9 +152,20 @@ class _ZeROMixin(_DDPStrategy):
                 " other ranks may have gone. Build the module anew."
             )
         self.engine.has_steps = True
+        for place, loop, method in own_collectives(trainer):
+            self._meet_before(place, loop, method)
         if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
+
+    def _meet_before(self, place: str, loop: Any, method: str) -> None:
+        own = getattr(type(loop), method)
+
+        def met(*args: Any, **kwargs: Any) -> Any:
+            self._meet(place)
+            return own(loop, *args, **kwargs)
+
+        setattr(loop, method, met)
 
     def model_to_device(self) -> None:
         # Parameters go to the device as shards, and buffers with them; a metric keeps its state beside both.
@@ -165,7 +175,9 @@ class _ZeROMixin(_DDPStrategy):
                 module.to(self.root_device)
 
     def teardown(self) -> None:
-        self._held_whole.close()
+        if self._lightning_module is not None and self._lightning_module._trainer is not None:
+            for _, loop, method in own_collectives(self._lightning_module.trainer):
+                vars(loop).pop(method, None)
         if self.engine is None or self._leave(self.engine):
             super().teardown()
             return
@@ -182,6 +194,7 @@ class _ZeROMixin(_DDPStrategy):
             # Other ranks may never arrive: a collective here would hide the exception behind a hang.
             engine.abandon()
             return False
+        engine.meet("end")
         if not host_fits(engine, self.num_processes):
             engine.rest()
             self._flavour.rank_zero_warn(
@@ -236,18 +249,34 @@ class _ZeROMixin(_DDPStrategy):
 
     def _share_buffers(self) -> None:
         assert self.engine is not None
+        self.engine.meet("evaluation")
         self.engine.share_buffers()
+
+    # Where ranks communicate: those that finish early serve the others before they wait for them
+
+    def _meet(self, place: str) -> None:
+        if self.engine is not None and not self._interrupted:
+            self.engine.meet(place)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        self._meet("barrier")
+        super().barrier(*args, **kwargs)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        self._meet("broadcast")
+        return super().broadcast(obj, src)
+
+    def reduce(self, *args: Any, **kwargs: Any) -> Any:
+        self._meet("reduce")
+        return super().reduce(*args, **kwargs)
+
+    def all_gather(self, *args: Any, **kwargs: Any) -> Tensor:
+        self._meet("all_gather")
+        return super().all_gather(*args, **kwargs)
 
     def on_predict_start(self) -> None:
         super().on_predict_start()
         self._share_buffers()
-        # Lightning gives ranks unequal numbers of batches to predict, so no rank may need another one meanwhile.
-        assert self.engine is not None
-        self._held_whole.enter_context(self.engine.held_whole())
-
-    def on_predict_end(self) -> None:
-        self._held_whole.close()
-        super().on_predict_end()
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         super().pre_backward(closure_loss)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.flat_buffer import storage_id
+from lightning_zero.lockstep import Lockstep
 from lightning_zero.param_group import ParamGroup
 from lightning_zero.whole_parameter import ConcealedParameter, NarrowParameter, WholeParameter
 
@@ -86,6 +87,11 @@ class Unit:
         return all(group.is_whole for group in self.groups)
 
     @property
+    def is_gathered(self) -> bool:
+        """As `is_whole`, or about to be."""
+        return all(group.is_gathered for group in self.groups)
+
+    @property
     def numel_whole(self) -> int:
         """Elements of whole buffers held now."""
         return sum(group.layout.total for group in self.groups if group.whole is not None)
@@ -94,6 +100,14 @@ class Unit:
         """Begin to gather; `wait` ends it."""
         for group in self.groups:
             group.unshard()
+
+    def serve(self, wanted: bool) -> None:
+        """Take part in a gather of all groups, and keep what comes if it is ``wanted`` here and not held already."""
+        for group in self.groups:
+            if wanted and not group.is_gathered:
+                group.unshard()
+            else:
+                group.serve()
 
     def wait(self) -> None:
         """Make whole values current."""
@@ -182,16 +196,25 @@ class Windows:
         units: the others, in definition order.
         held: the group of each whole buffer that does not rest, by storage.
         on_backward: called when a saved weight shows that a backward runs.
+        lockstep: gathers units where ranks may differ in what they need.
     """
 
     def __init__(
-        self, root: Unit, units: Sequence[Unit], held: Mapping[int, ParamGroup], on_backward: Callable[[], None]
+        self,
+        root: Unit,
+        units: Sequence[Unit],
+        held: Mapping[int, ParamGroup],
+        on_backward: Callable[[], None],
+        lockstep: Lockstep,
     ) -> None:
         self.root = root
         self.units = list(units)
         self._unit_of = {group: unit for unit in (root, *units) for group in unit.groups}
         self._held = held
         self._on_backward = on_backward
+        self._lockstep = lockstep
+        self._training = 0
+        self._graph_flows = False
         self._packs = not all(group.placements.keeps_whole_parameters for group in self._unit_of)
         self._steps = 0
         self._previous: Unit | None = None
@@ -214,7 +237,8 @@ class Windows:
             self._let_go()
             for unit in (self.root, *self.units):
                 unit.check()
-            self.refresh()
+            if self._flows or not self._packs:
+                self.refresh()
         self._steps += 1
         try:
             with self.saving():
@@ -223,6 +247,22 @@ class Windows:
             self._steps -= 1
             if self._steps == 0:
                 self._end_step()
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Context of a training step, in which all ranks need the same units in the same order."""
+        self._training += 1
+        try:
+            yield
+        finally:
+            self._training -= 1
+
+    @property
+    def _flows(self) -> bool:
+        """Whether gathers may begin unasked, and ahead: in forwards of a training step and their backward."""
+        if in_backward():
+            return self._graph_flows
+        return self._training > 0 and torch.is_grad_enabled()
 
     @property
     def in_step(self) -> bool:
@@ -289,13 +329,14 @@ class Windows:
         """Record the order, and gather the unit that came next the last time."""
         if torch.is_grad_enabled():
             self.forward_order.setdefault(unit)
+            self._graph_flows = self._flows
         if self._previous is None:
             self._predecessor.pop(unit, None)
         elif self._previous is not unit:
             self._successor[self._previous] = unit
             self._predecessor[unit] = self._previous
         self._previous = unit
-        following = self._successor.get(unit)
+        following = self._successor.get(unit) if self._flows else None
         if following is not None and following is not unit:
             self._unshard(following)
             self._prefetched = following
@@ -336,7 +377,7 @@ class Windows:
             return
         self._on_backward()
         if unit.is_root:
-            unit.unshard()
+            self._unshard(unit)
             unit.wait()
             return
         if self._previous is not None:
@@ -346,9 +387,9 @@ class Windows:
         for other in [*self._opened_in_backward]:
             if other is not unit and other is not preceding and self._close(other):
                 del self._opened_in_backward[other]
-        unit.unshard()
+        self._unshard(unit)
         self._opened_in_backward[unit] = None
-        if preceding is not None and preceding is not unit:
+        if preceding is not None and preceding is not unit and self._flows:
             preceding.unshard()
             self._opened_in_backward[preceding] = None
         unit.wait()
@@ -414,7 +455,11 @@ class Windows:
     def _unshard(self, unit: Unit) -> None:
         """Begin to make ``unit`` whole."""
         if self._packs:
-            unit.unshard()
+            if self._flows:
+                self._flow()
+                unit.unshard()
+            elif not unit.is_gathered:
+                self._lockstep.ask(unit)
         elif not unit.is_whole:
             # Ranks may differ in which unit they need next; where all of them rest, all are gathered together.
             self.refresh()
@@ -437,6 +482,21 @@ class Windows:
             if unit.depth == 0:
                 unit.swap_out()
                 unit.reshard()
+
+    def _flow(self) -> None:
+        """Before gathers begin unasked, all ranks hold the same units."""
+        if self._lockstep.asked:
+            self._let_go()
+            self._lockstep.meet("training step")
+
+    def pause(self) -> None:
+        """Let go of what may be whole on this rank alone, before all ranks go on together."""
+        self._let_go()
+
+    def agree_on_root(self, all_hold: bool) -> None:
+        """Let go of the root where some rank does not hold it, unless it is in use."""
+        if self._packs and not all_hold and not self.root.swapped and self.root.depth == 0:
+            self.root.reshard()
 
     def close(self) -> None:
         """Leave everything at rest; nothing is in flight afterwards."""

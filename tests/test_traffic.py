@@ -103,12 +103,25 @@ def expected(stage, micro_batches, sizes, reduce_itemsize=4):
     gathers = {0: 0, 1: trained_groups, 2: trained_groups, 3: micro_batches * (2 * unit_groups + root_groups)}[stage]
     # What will come and what came: a byte a parameter and one more, which an all-reduce sends twice.
     flags = 2 * 2 * (sum(parameters for *_, parameters, _ in sizes) + 1) * backwards
-    calls = {"gather": gathers, "reduce": trained_groups * backwards, "flags": 2 * backwards}
-    payload = {"gather": int(traffic.gathered), "reduce": int(traffic.reduced), "flags": flags}
+    # At stage 3 the ranks meet before each training step: three numbers of 8 bytes.
+    meetings = micro_batches if stage == 3 else 0
+    calls = {
+        "gather": gathers,
+        "reduce": trained_groups * backwards,
+        "flags": 2 * backwards,
+        "lockstep": meetings,
+    }
+    payload = {
+        "gather": int(traffic.gathered),
+        "reduce": int(traffic.reduced),
+        "flags": flags,
+        "lockstep": 2 * 3 * meetings,
+    }
     nbytes = {
         "gather": int(gathered_bytes),
         "reduce": payload["reduce"] * reduce_itemsize,
         "flags": flags,
+        "lockstep": 8 * payload["lockstep"],
     }
     return tuple({key: value for key, value in counter.items() if value} for counter in (calls, payload, nbytes))
 
@@ -178,14 +191,16 @@ def _evaluated(rank, stage):
         engine_of(model).collectives.reset_counts()
         model(torch.arange(3))
     engine = engine_of(model)
-    return dict(engine.collectives.payload), sum(group.layout.total for group in engine.groups)
+    # The root is whole since the last optimizer step, or is asked for as the units are.
+    units = len(engine.units) + (0 if engine.root.is_gathered else 1)
+    return dict(engine.collectives.payload), sum(group.layout.total for group in engine.groups), units
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_forward_alone_gathers_once_at_stage_3_and_nothing_elsewhere(stage):
-    """Whole weights rest below stage 3."""
-    for payload, total in run_ranks(2, _evaluated, stage):
-        assert payload == ({"gather": total} if stage == 3 else {})
+    """Whole weights rest below stage 3. There a rank asks before each gather: three numbers."""
+    for payload, total, asked in run_ranks(2, _evaluated, stage):
+        assert payload == ({"gather": total, "lockstep": 2 * 3 * asked} if stage == 3 else {})
 
 
 # What the counters cannot know
