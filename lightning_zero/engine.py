@@ -79,7 +79,7 @@ class Engine(GroupObserver):
         self.abandoned = False
         plan = find_units(module, units)
         _drop_references(module)
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             self._adopt_buffers(module)
             self.root, self.units = self._build_units(module, plan)
         self.groups = [group for unit in (self.root, *self.units) for group in unit.groups]
@@ -279,7 +279,8 @@ class Engine(GroupObserver):
         """Make the parameters plain, on ``device`` or where they are: a collective."""
         self.rest()
         self._remove_windows()
-        with torch.no_grad():
+        # Tensors made in inference mode could never be trained again.
+        with torch.inference_mode(False), torch.no_grad():
             for group in self.groups:
                 whole = group.whole_main_weight("checkpoint")
                 group.release(whole if device is None else whole.to(device))
