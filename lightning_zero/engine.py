@@ -310,6 +310,7 @@ def _holders_of_parameters(module: nn.Module) -> dict[Tensor, list[_Holder]]:
     Raises:
         AlreadyShardedError: a parameter is sharded.
         ValueError: a parameter is uninitialized.
+        TypeError: a parameter is of a class of its own.
     """
     holders: dict[Tensor, list[_Holder]] = {}
     for path, owner in module.named_modules():
@@ -317,7 +318,7 @@ def _holders_of_parameters(module: nn.Module) -> dict[Tensor, list[_Holder]]:
             if parameter is None:
                 continue
             name = f"{path}.{attribute}" if path else attribute
-            if isinstance(parameter, ShardedParameter):
+            if isinstance(parameter, ShardedParameter | WholeParameter):
                 raise AlreadyShardedError(
                     f"`{name}` is sharded already. Call `lightning_zero.unshard(module)` before it is sharded again."
                 )
@@ -325,6 +326,13 @@ def _holders_of_parameters(module: nn.Module) -> dict[Tensor, list[_Holder]]:
                 raise ValueError(
                     f"`{name}` is uninitialized: its shape is unknown. Run one forward of the lazy module before it is"
                     " sharded."
+                )
+            if type(parameter) is not nn.Parameter:
+                # Quantized weights are such: fragments would have neither their methods nor their layout.
+                raise TypeError(
+                    f"`{name}` is a {type(parameter).__name__}, and only the plain `nn.Parameter` can be sharded. Keep"
+                    " the data in one, which may hold integers and attributes of its own, before the module is sharded:"
+                    f" `nn.Parameter(data, requires_grad={parameter.requires_grad})`."
                 )
             holders.setdefault(parameter, []).append(_Holder(owner, attribute, name))
     return holders
@@ -438,6 +446,7 @@ def shard(
     Raises:
         ValueError: ``stage``, ``units`` or ``device`` is bad, or parameters lie on several devices.
         AlreadyShardedError: a part of ``module`` is sharded.
+        TypeError: a parameter is of a class of its own, as some quantized ones are.
     """
     placements = stage_placements(stage)
     where = torch.device(device) if device is not None else _common_device(module)
