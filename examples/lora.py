@@ -1,9 +1,11 @@
 """LoRA fine-tuning of the model of `sft.py`, on the same texts: the base is frozen and sharded, adapters are trained.
 
-SmolLM2-135M-Instruct + adapters of rank 8 -> Trainer(strategy="zero3") -> OUT/adapter, an ordinary peft folder
+    SmolLM2-135M-Instruct + adapters of rank 8 -> Trainer(strategy="zero3") -> OUT/adapter, an ordinary peft folder
 
-python examples/lora.py                             two processes; under 5 minutes and 8 GB on two cores
-python examples/lora.py --stage 2 --max-steps 100
+    python examples/lora.py                             two processes; a few minutes on two cores
+    python examples/lora.py --stage 2 --max-steps 100
+
+Gradients and optimizer state exist for the adapters alone, at every stage.
 """
 
 import warnings
