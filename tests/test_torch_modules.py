@@ -42,6 +42,22 @@ class Bags(nn.Module):
         return x.pow(2).sum()
 
 
+class MaxNorm(nn.Module):
+    """Embeddings that shrink the rows they look up, in forward; both ranks look up the same ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(13, 5, max_norm=1.0)
+        self.layers = nn.ModuleList(nn.Embedding(7, 5, max_norm=0.5) for _ in range(9))
+
+    def forward(self, seed: int) -> Tensor:
+        ids = tokens(seed // 10, 7, 3, 4)
+        x = self.embedding(ids + 3)
+        for layer in self.layers:
+            x = torch.tanh(x + layer(ids) * draw(seed, 5))
+        return x.pow(2).sum()
+
+
 class Norms(nn.Module):
     """Group, instance and RMS norm, PReLU, bilinear layers and a transposed convolution."""
 
@@ -225,6 +241,7 @@ class Parametrized(nn.Module):
 
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "bags": Bags,
+    "max norm": MaxNorm,
     "norms": Norms,
     "channels last": ChannelsLast,
     "complex": Complex,
