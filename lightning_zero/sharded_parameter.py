@@ -158,6 +158,12 @@ def _refuse(name: str, action: str) -> NoReturn:
     )
 
 
+def _wrapper(cls: type[Tensor], shape: torch.Size, **geometry: Any) -> Any:
+    """A tensor without memory. Never one of inference mode, which torch would refuse as a view of a parameter."""
+    with torch.inference_mode(False):
+        return torch.Tensor._make_wrapper_subclass(cls, shape, **geometry)
+
+
 class ShardedTensor(torch.Tensor):
     """A tensor of global shape that holds this rank's fragment; outside a parameter it has no owner."""
 
@@ -175,7 +181,7 @@ class ShardedTensor(torch.Tensor):
         owner: weakref.ref[Owner] | None = None,
         index: int = -1,
     ) -> ShardedTensor:
-        self: ShardedTensor = torch.Tensor._make_wrapper_subclass(
+        self: ShardedTensor = _wrapper(
             cls,
             slicing.shape,
             strides=slicing.stride,
@@ -405,7 +411,7 @@ class ShardedView(torch.Tensor):
     def __new__(cls: type[ShardedView], base: ShardedTensor, replay: Callable[[Tensor], Tensor]) -> ShardedView:
         slicing = base.slicing
         like = replay(torch.empty_strided(slicing.shape, slicing.stride, dtype=base.dtype, device="meta"))
-        self: ShardedView = torch.Tensor._make_wrapper_subclass(
+        self: ShardedView = _wrapper(
             cls,
             like.shape,
             strides=like.stride(),

@@ -5,7 +5,7 @@
     ConcealedParameter   the same object after the window closed: its next use opens the window again
 
 A leaf keeps its identity, so a graph built through it accumulates into it whenever backward comes. What user code
-writes on it (`grad`, `requires_grad`, hooks) reaches the resting parameter.
+writes on it (`grad`, `requires_grad`, hooks, attributes of its own) reaches the resting parameter.
 """
 
 from __future__ import annotations
@@ -61,6 +61,18 @@ class WholeParameter(nn.Parameter):
         leaf._counts_data_writes = counts_data_writes
         leaf._expected = expected or dtype
         return leaf
+
+    def __getattr__(self, name: str) -> Any:
+        """What user code noted on the parameter, as a quantized weight's scale."""
+        try:
+            return self.__dict__["_resting"].__dict__[name]
+        except KeyError:
+            raise AttributeError(f"'Parameter' object has no attribute {name!r}") from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # The class knows torch's attributes and ours.
+        holder = self if hasattr(WholeParameter, name) or name in WholeParameter.__annotations__ else self._resting
+        object.__setattr__(holder, name, value)
 
     def point_to(self, whole: Tensor) -> None:
         """Become a view of ``whole``, which has the parameter's shape."""
