@@ -234,7 +234,7 @@ class ShardedTensor(torch.Tensor):
         cls, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.is_grad_enabled() and not reads_metadata(func) and not _writes_frozen(func, args):
+        if torch.is_grad_enabled() and not reads_metadata(func) and not _has_no_graph(func, args):
             owner = next(_owners(args, kwargs), None)
             if owner is not None:
                 with owner.operating(), torch._C.DisableTorchFunctionSubclass():
@@ -501,9 +501,11 @@ def reads_metadata(func: Any) -> bool:
     return name in _METADATA
 
 
-def _writes_frozen(func: Any, args: Sequence[Any]) -> bool:
-    """Whether ``func`` changes a sharded tensor that needs no gradient, which is legal under grad mode too."""
+def _has_no_graph(func: Any, args: Sequence[Any]) -> bool:
+    """Whether ``func``, under grad mode, compares values or changes a sharded tensor that needs no gradient."""
     name = getattr(func, "__name__", "")
+    if name == "equal":
+        return True
     in_place = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or name[:3] == "__i"
     return bool(in_place and args and isinstance(args[0], ShardedTensor) and not args[0].requires_grad)
 
