@@ -234,7 +234,7 @@ class ShardedTensor(torch.Tensor):
         cls, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.is_grad_enabled() and not reads_metadata(func) and not _has_no_graph(func, args):
+        if _takes_part_in_a_graph(func, args):
             owner = next(_owners(args, kwargs), None)
             if owner is not None:
                 with owner.operating(), torch._C.DisableTorchFunctionSubclass():
@@ -501,11 +501,22 @@ def reads_metadata(func: Any) -> bool:
     return name in _METADATA
 
 
-def _has_no_graph(func: Any, args: Sequence[Any]) -> bool:
-    """Whether ``func``, under grad mode, compares values or changes a sharded tensor that needs no gradient."""
-    name = getattr(func, "__name__", "")
-    if name == "equal":
+# They ask a graph for gradients of tensors, in whatever mode.
+_GRADIENTS = {torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward}
+
+
+def _takes_part_in_a_graph(func: Any, args: Sequence[Any]) -> bool:
+    """Whether autograd must meet leaves in the place of resting parameters."""
+    if func in _GRADIENTS:
         return True
+    if not torch.is_grad_enabled() or reads_metadata(func) or getattr(func, "__name__", "") == "equal":
+        return False
+    return not _writes_frozen(func, args)
+
+
+def _writes_frozen(func: Any, args: Sequence[Any]) -> bool:
+    """Whether ``func`` changes a sharded tensor that needs no gradient, which is legal under grad mode too."""
+    name = getattr(func, "__name__", "")
     in_place = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or name[:3] == "__i"
     return bool(in_place and args and isinstance(args[0], ShardedTensor) and not args[0].requires_grad)
 
