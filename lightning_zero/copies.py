@@ -11,9 +11,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from lightning_zero.collectives import Collectives
 from lightning_zero.sharded_parameter import ShardedParameter
 
-__all__ = ["shard_copy", "unshard_copy"]
+__all__ = ["shard_copy", "share_buffers", "unshard_copy"]
 
 
 def shard_copy(copy: nn.Module, module: nn.Module) -> None:
@@ -33,6 +34,14 @@ def shard_copy(copy: nn.Module, module: nn.Module) -> None:
         return ShardedParameter(fragment, slicing, parameter.requires_grad)
 
     _replace(copy, cut)
+
+
+@torch.no_grad()
+def share_buffers(copy: nn.Module, collectives: Collectives) -> None:
+    """Make rank 0's buffers of ``copy`` everyone's, as data parallelism does before it computes with them."""
+    for buffer in copy.buffers():
+        shared = buffer.detach().to(collectives.device, copy=True).contiguous()
+        buffer.copy_(collectives.broadcast(shared, purpose="buffers"))
 
 
 def unshard_copy(copy: nn.Module, device: torch.device) -> None:

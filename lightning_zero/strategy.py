@@ -26,7 +26,7 @@ from lightning_zero.checkpoint.one_file import (
     load_state_dict,
     shard_optimizer_state,
 )
-from lightning_zero.copies import shard_copy, unshard_copy
+from lightning_zero.copies import shard_copy, share_buffers, unshard_copy
 from lightning_zero.engine import Engine, engine_of, shard, unshard
 from lightning_zero.host import host_fits
 from lightning_zero.placements import stage_placements
@@ -239,6 +239,10 @@ class _ZeROMixin(_DDPStrategy):
     def on_validation_start(self) -> None:
         super().on_validation_start()
         self._share_buffers()
+        # An averaging callback is about to validate its copy in the module's place.
+        assert self.engine is not None and self.lightning_module is not None
+        for copy in copies_of_module(self.lightning_module.trainer, self._flavour):
+            share_buffers(copy, self.engine.collectives)
 
     def on_test_start(self) -> None:
         super().on_test_start()

@@ -150,6 +150,37 @@ def test_validation_sees_the_average_and_training_goes_on_from_the_weights(stage
     assert_same_records(twin, runs)
 
 
+class Normalized(Model):
+    """Its batch statistics differ between ranks after each forward; a recurrent part and a tie for copies to keep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[2] = nn.Sequential(self.net[2], nn.BatchNorm1d(WIDTH))
+        self.net[6].linear.weight = self.net[5].linear.weight
+        self.recurrent = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.net[:7](x)
+        return self.net[7:](h + self.recurrent(h[:, None])[0][:, 0])  # type: ignore[no-any-return]
+
+
+@cache
+def normalized(strategy: str, name: str) -> list[Run]:
+    """Ranks that train with an average and validate it."""
+    common = {"validation": vectors(2, 4, 3), "num_sanity_val_steps": 0, "max_epochs": 3}
+    return fit_ranks(0, Normalized, vectors(4, 4, 3), callbacks=[AVERAGES[name]()], strategy=strategy, **common)
+
+
+@pytest.mark.parametrize("name", ["ema", "swa"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_buffers_are_averaged_as_under_data_parallelism(stage: int, name: str) -> None:
+    """Each rank validates rank 0's averaged statistics; SWA computes them anew in an epoch of its own."""
+    expected = normalized("ddp_find_unused_parameters_true", name)
+    for run, other in zip(normalized(f"zero{stage}", name), expected):
+        assert run.record == pytest.approx(other.record, abs=1e-10)
+        assert_close(run.after, other.after)
+
+
 @pytest.mark.parametrize("name", ["ema", "swa"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_checkpoint_holds_weights_and_average_whole(stage: int, name: str, tmp_path: Path) -> None:
