@@ -385,3 +385,49 @@ def test_comparing_parameters_moves_none_of_them(stage: int) -> None:
             assert run.record[number] == twin.record[number]
         for sent in run.record[2::3]:
             assert not set(sent) - {"norm"}, sent
+
+
+# Groups and schedules
+
+
+class Scheduled(Regression):
+    """Matrices and the rest in groups of their own under one cycle; a third group joins, and layers freeze, midway."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, WIDTH), *(Block(WIDTH) for _ in range(9)), nn.Linear(WIDTH, 3))
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net[1:](self.net[0](x) * self.scale)  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> Any:
+        matrices = [p for p in self.net.parameters() if p.ndim > 1]
+        rest = [p for p in self.net.parameters() if p.ndim < 2]
+        optimizer = torch.optim.AdamW([{"params": matrices}, {"params": rest, "weight_decay": 0.0}], weight_decay=0.3)
+        cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, [0.05, 0.01], total_steps=12)
+        return [optimizer], [{"scheduler": cycle, "interval": "step"}]
+
+    def on_train_epoch_start(self) -> None:
+        optimizer = self.optimizers()
+        if self.current_epoch == 1:
+            cycle = {"lr": 0.03, "initial_lr": 0.03, "max_lr": 0.03, "min_lr": 1e-4, "betas": (0.9, 0.95)}
+            optimizer.add_param_group({"params": [self.scale], **cycle, "max_momentum": 0.95, "base_momentum": 0.85})
+            self.net[4:7].requires_grad_(False)
+        elif self.current_epoch == 2:
+            self.net[4:7].requires_grad_(True)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.record.append([(len(g["params"]), g["lr"], g["betas"]) for g in optimizer.param_groups])
+        self.record.append([p.grad is None for p in self.parameters()])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_groups_follow_their_schedules_and_may_change(stage: int) -> None:
+    """Learning rates and momenta by group and step; frozen layers neither decay nor move."""
+    batches = vectors(4, 4, 3)
+    twin = fit_plain(Scheduled, batches, max_epochs=3)
+    runs = fit_ranks(stage, Scheduled, batches, max_epochs=3)
+    assert_trained_as(twin, runs)
+    assert [len(groups) for groups in twin.record[::2]] == [2] * 4 + [3] * 8
+    assert all(run.record == twin.record for run in runs)
