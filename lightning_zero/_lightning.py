@@ -30,6 +30,7 @@ class Flavour:
         empty_init: its ``_EmptyInit``, a context that skips initializers.
         rank_zero_info: logs on rank 0.
         rank_zero_warn: warns on rank 0.
+        callbacks: its module of callbacks.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Flavour:
     empty_init: Any
     rank_zero_info: Any
     rank_zero_warn: Any
+    callbacks: Any
 
     @contextmanager
     def initializing(self, empty: bool) -> Iterator[None]:
@@ -97,4 +99,5 @@ def _flavour(name: str, pytorch: str, fabric: str) -> Flavour:
         empty_init=import_module(f"{fabric}.utilities.init")._EmptyInit,
         rank_zero_info=rank_zero.rank_zero_info,
         rank_zero_warn=rank_zero.rank_zero_warn,
+        callbacks=import_module(f"{pytorch}.callbacks"),
     )

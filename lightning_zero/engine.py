@@ -29,6 +29,7 @@ from lightning_zero.precision import Dtypes, PrecisionRecipe
 from lightning_zero.reducer import Reducer
 from lightning_zero.sharded_parameter import ShardedParameter
 from lightning_zero.units import NamedModules, UnitSpec, find_units
+from lightning_zero.whole_parameter import WholeParameter
 from lightning_zero.window import Unit, WindowedForward, Windows
 
 __all__ = ["AlreadyShardedError", "Engine", "engine_of", "no_sync", "shard", "unshard"]

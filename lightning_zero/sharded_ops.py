@@ -305,6 +305,16 @@ def _boolean(func: Any, args: Sequence[Any], kwargs: dict[str, Any], op: str) ->
     return tensor.slicing.collectives.all_reduce(out, op).to(torch.bool)
 
 
+def _equal(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    a, b = args
+    if a.shape != b.shape:
+        return False
+    if not (isinstance(a, ShardedTensor) and isinstance(b, ShardedTensor) and _alike(a, b)) or a.slicing.replicated:
+        return _on_whole(func, args, kwargs)
+    same = torch.tensor(func(a.fragment, b.fragment), dtype=torch.uint8, device=a.device)
+    return bool(a.slicing.collectives.all_reduce(same, "min").item())
+
+
 def _vector_norm(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     tensor = args[0]
     order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
@@ -379,6 +389,7 @@ _REDUCTIONS: dict[Any, Plan] = {
     aten.min.default: _min,
     aten.any.default: _any,
     aten.all.default: _all,
+    aten.equal.default: _equal,
     aten.linalg_vector_norm.default: _vector_norm,
 }
 

@@ -240,7 +240,7 @@ class ShardedTensor(torch.Tensor):
         cls, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.is_grad_enabled() and not reads_metadata(func) and not _writes_frozen(func, args):
+        if _takes_part_in_a_graph(func, args):
             owner = next(_owners(args, kwargs), None)
             if owner is not None:
                 with owner.operating(), torch._C.DisableTorchFunctionSubclass():
@@ -511,6 +511,19 @@ def writes_in_place(func: Any) -> bool:
     """Whether ``func`` changes its first argument."""
     name = getattr(func, "__name__", "")
     return (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or name[:3] == "__i"
+
+
+# They ask a graph for gradients of tensors, in whatever mode.
+GRADIENT_REQUESTS = {torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward}
+
+
+def _takes_part_in_a_graph(func: Any, args: Sequence[Any]) -> bool:
+    """Whether autograd must meet leaves in the place of resting parameters."""
+    if func in GRADIENT_REQUESTS:
+        return True
+    if not torch.is_grad_enabled() or reads_metadata(func) or getattr(func, "__name__", "") == "equal":
+        return False
+    return not _writes_frozen(func, args)
 
 
 def _writes_frozen(func: Any, args: Sequence[Any]) -> bool:

@@ -18,12 +18,15 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_zero._lightning import Flavour, installed_flavours, own_collectives
+from lightning_zero.callbacks import copies_of_module, refuse_unfit
 from lightning_zero.checkpoint.one_file import (
     full_optimizer_state,
     full_state_dict,
+    full_values,
     load_state_dict,
     shard_optimizer_state,
 )
+from lightning_zero.copies import shard_copy, share_buffers, unshard_copy
 from lightning_zero.engine import Engine, engine_of, shard, unshard
 from lightning_zero.host import host_fits
 from lightning_zero.placements import stage_placements
@@ -132,6 +135,8 @@ class _ZeROMixin(_DDPStrategy):
         self._interrupted = False
         assert self.model is not None and self.lightning_module is not None
         fitting = trainer.state.fn == self._flavour.fitting
+        if fitting:
+            refuse_unfit(trainer, self._flavour)
         if fitting and self._layer_sync:
             self.model = self._layer_sync.apply(self.model)
         self.model = self.precision_plugin.convert_module(self.model)
@@ -154,6 +159,8 @@ class _ZeROMixin(_DDPStrategy):
         self.engine.has_steps = True
         for place, loop, method in own_collectives(trainer):
             self._meet_before(place, loop, method)
+        for copy in copies_of_module(trainer, self._flavour):
+            shard_copy(copy, self.lightning_module)
         if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -203,6 +210,8 @@ class _ZeROMixin(_DDPStrategy):
                 " the checkpoint."
             )
             return False
+        for copy in copies_of_module(module.trainer, self._flavour):
+            unshard_copy(copy, device=torch.device("cpu"))
         unshard(module, device=torch.device("cpu"))
         return True
 
@@ -242,6 +251,10 @@ class _ZeROMixin(_DDPStrategy):
     def on_validation_start(self) -> None:
         super().on_validation_start()
         self._share_buffers()
+        # An averaging callback is about to validate its copy in the module's place.
+        assert self.engine is not None and self.lightning_module is not None
+        for copy in copies_of_module(self.lightning_module.trainer, self._flavour):
+            share_buffers(copy, self.engine.collectives)
 
     def on_test_start(self) -> None:
         super().on_test_start()
@@ -317,6 +330,11 @@ class _ZeROMixin(_DDPStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"]):
             optimizer.load_state_dict(shard_optimizer_state(optimizer, state))
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        if self.engine is not None:
+            checkpoint = full_values(checkpoint, self.engine.collectives, keep=self.is_global_zero)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
 
     # Names
 

@@ -18,7 +18,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_zero.autocast import casts_down
-from lightning_zero.sharded_parameter import Owner, ShardedParameter, check_data, reads_metadata, writes_in_place
+from lightning_zero.sharded_parameter import (
+    GRADIENT_REQUESTS,
+    Owner,
+    ShardedParameter,
+    check_data,
+    reads_metadata,
+    writes_in_place,
+)
 
 __all__ = ["ConcealedParameter", "NarrowParameter", "WholeParameter"]
 
@@ -80,12 +87,9 @@ class WholeParameter(nn.Parameter):
 
     def seen_by(self, func: Any) -> Tensor:
         """What ``func``, a function of torch, takes in place of this leaf: the leaf, or its value widened."""
-        if (
-            self.dtype == self._expected
-            or reads_metadata(func)
-            or writes_in_place(func)
-            or casts_down(func, self.device)
-        ):
+        if self.dtype == self._expected or casts_down(func, self.device):
+            return self
+        if reads_metadata(func) or writes_in_place(func) or func in GRADIENT_REQUESTS:
             return self
         return self.to(self._expected)
 

@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map
 
+from lightning_zero.collectives import Collectives
 from lightning_zero.param_group import ParamGroup
-from lightning_zero.sharded_parameter import ShardedTensor
+from lightning_zero.sharded_parameter import ShardedTensor, ShardedView
 
-__all__ = ["full_optimizer_state", "full_state_dict", "load_state_dict", "shard_optimizer_state"]
+__all__ = ["full_optimizer_state", "full_state_dict", "full_values", "load_state_dict", "shard_optimizer_state"]
 
 PER_PARAMETER_SCALARS = {"step", "mu_product", "eta", "mu"}
 """Optimizer state that is one number for each parameter, whatever the parameter's shape."""
@@ -60,6 +62,33 @@ def _kept(whole: Tensor, keep: bool) -> Tensor:
     return torch.empty_like(whole, device="meta")
 
 
+def full_values(checkpoint: Mapping[str, Any], collectives: Collectives, keep: bool) -> dict[str, Any]:
+    """``checkpoint`` with each sharded tensor in its dictionaries and lists whole on the host: a collective.
+
+    Callbacks and hooks of modules put them there: averages of weights, copies of some parameters.
+
+    Args:
+        checkpoint: the same entries on all ranks.
+        collectives: of the ranks that save it together.
+        keep: as for `full_state_dict`.
+
+    Raises:
+        RuntimeError: ranks differ in how many sharded tensors they bring.
+    """
+    count = sum(isinstance(value, ShardedTensor | ShardedView) for value in tree_leaves(checkpoint))
+    extremes = torch.tensor([count, -count])
+    collectives.max_flags(extremes).wait()
+    most, fewest = int(extremes[0]), -int(extremes[1])
+    if most != fewest:
+        raise RuntimeError(
+            f"the checkpoint has {fewest} sharded tensors on one rank and {most} on another, so they cannot be made"
+            " whole together. Fill it alike on every rank in `on_save_checkpoint`: only rank 0 writes the file."
+        )
+    if not count:
+        return dict(checkpoint)
+    return tree_map(lambda value: _full_value(value, keep), dict(checkpoint))  # type: ignore[no-any-return]
+
+
 def load_state_dict(module: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> None:
     """Load whole tensors into ``module``, plain or at rest.
 
@@ -91,7 +120,7 @@ def full_optimizer_state(optimizer: Optimizer, keep: bool) -> dict[str, Any]:
 
 
 def _full_value(value: Any, keep: bool) -> Any:
-    if isinstance(value, ShardedTensor):
+    if isinstance(value, ShardedTensor | ShardedView):
         return _kept(value.whole(), keep)
     return value
 
