@@ -130,6 +130,8 @@ class Computes(nn.Module):
 class LinearLayer(Computes):
     def make(self, layer, width):
         self.inner = nn.Linear(width, width, bias=layer.size % 2 == 1, dtype=self.dtype)
+        if layer.size % 3 == 0:  # memory in another order than indices
+            self.inner.weight = nn.Parameter(torch.randn(width, width, dtype=self.dtype).t())
 
     def compute(self, x, tokens):
         return self.inner(x)
@@ -247,8 +249,21 @@ class UnusedLayer(Computes):
         return x
 
 
+class _Sum(torch.autograd.Function):
+    """A sum whose derivative is written by hand."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        ctx.shape = tensor.shape
+        return tensor.sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.expand(ctx.shape)
+
+
 class ReadingLayer(Computes):
-    """Computes with a parameter of another module."""
+    """Computes with a parameter of another module, now and then in a custom autograd function."""
 
     def make(self, layer, width):
         self.index = layer.size
@@ -256,7 +271,8 @@ class ReadingLayer(Computes):
 
     def compute(self, x, tokens):
         module, attribute = self.source[0]
-        value = getattr(module, attribute).sum()
+        parameter = getattr(module, attribute)
+        value = _Sum.apply(parameter) if self.index % 2 else parameter.sum()
         return x + 0.1 * (value.real if value.is_complex() else value).to(x.dtype)
 
 
@@ -679,6 +695,15 @@ class _Session:
         if parameter is not None and WRITES[how].fits(parameter):
             with torch.no_grad():
                 WRITES[how].act(parameter, value)
+
+    def do_copy(self, index: int, other: int) -> None:
+        self.settled()
+        parameter = self.choose(index)
+        same = [p for p in self.parameters if parameter is not None and p.shape == parameter.shape]
+        if parameter is not None and parameter.is_floating_point():
+            with torch.no_grad():
+                source = same[other % len(same)]
+                parameter.copy_(source.real if source.is_complex() else source)
 
     def do_scale_all(self, factor: float) -> None:
         self.settled()

@@ -93,6 +93,8 @@ clips = st.one_of(
 )
 changes = st.one_of(
     writes,
+    writes,
+    st.tuples(st.just("copy"), small, small),
     st.tuples(st.just("scale_all"), st.sampled_from([0.75, 1.25])),
     st.tuples(st.just("gathered"), small, st.sampled_from([None, 0.5])),
     st.tuples(st.just("state_dict"), st.sampled_from(["optimizer", "model", "gathered"])),
@@ -118,9 +120,9 @@ def programs(draw: Any) -> tuple[tuple[Any, ...], ...]:
             program += draw(some(st.one_of(penalties, looks, reads, grads, zero_grads), 0, 2))
             program += (draw(backwards),)
             program += draw(some(st.one_of(reads, clips, grads, zero_grads, looks), 0, 2))
-        program += draw(some(st.one_of(clips, changes, grads, reads), 0, 2))
+        program += draw(some(st.one_of(clips, changes, changes, grads, reads), 0, 2))
         program += draw(some(steps, 1, 1))
-        program += draw(some(st.one_of(zero_grads, zero_grads, changes, reads, looks), 0, 3))
+        program += draw(some(st.one_of(zero_grads, changes, changes, reads, looks), 0, 3))
     return program
 
 
