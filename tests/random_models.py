@@ -227,8 +227,7 @@ class WritingLayer(Computes):
 
     def make(self, layer, width):
         self.how = layer.size % 3
-        # A shape of its own, so that it is not tied to a parameter that autograd saves and would find changed.
-        self.shift = nn.Parameter(torch.randn(width, 1, 1, dtype=self.dtype))
+        self.shift = nn.Parameter(torch.randn(width, dtype=self.dtype))
 
     def compute(self, x, tokens):
         with torch.no_grad():
@@ -238,7 +237,7 @@ class WritingLayer(Computes):
                 self.shift.data[-1] = 0.25
             else:
                 self.shift.data = self.shift.sign() * 0.5
-        return x + self.shift[:, 0, 0]
+        return x + self.shift[:]
 
 
 class UnusedLayer(Computes):
@@ -321,8 +320,8 @@ class Contains(nn.Module):
     def forward(self, state: State) -> State:
         for index in self.order:
             child = self.held(index)
-            # A recomputed forward would change the buffer once more, at a time that the twin does not share.
-            stateless = not any(isinstance(module, RunningLayer) for module in child.modules())
+            # A recomputed forward would change state once more, at a time that the twin does not share.
+            stateless = not any(isinstance(module, RunningLayer | WritingLayer) for module in child.modules())
             if self.recomputes and stateless and torch.is_grad_enabled():
                 state = self._recomputed(child, *state)
             else:
@@ -430,12 +429,15 @@ class _Builder:
 
 
 def slots(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Attributes that hold parameters and may hold others: a recurrent module keeps a list of its own."""
+    """Attributes that hold parameters and may hold others, or be read by others.
+
+    A recurrent module keeps a list of its own. What a forward sets is another value in the twin's second forward.
+    """
     return [
         (module, attribute)
         for module in model.modules()
         for attribute, parameter in module._parameters.items()
-        if parameter is not None and not isinstance(module, nn.RNNBase)
+        if parameter is not None and not isinstance(module, nn.RNNBase | WritingLayer)
     ]
 
 
