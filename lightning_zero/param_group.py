@@ -469,7 +469,7 @@ class ParamGroup:
         return handle
 
     def _call_hooks(self, index: int) -> None:
-        """Have what gradients reach, the leaf and the parameter itself, call the hooks, as they are at each backward."""
+        """Have what gradients reach, the leaf and the parameter itself, call the hooks as they are at each backward."""
         if self._calls_hooks[index]:
             return
         hooks = self._hooks[index]
