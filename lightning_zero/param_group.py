@@ -487,9 +487,10 @@ class ParamGroup:
         """Parameters that are trained now."""
         return [i for i, parameter in enumerate(self.parameters) if parameter.requires_grad]
 
-    def coming(self) -> set[int]:
-        """Parameters that the running backward will bring a gradient of, as far as autograd knows now."""
-        return {i for i in self.expected if any(_will_run(node) for node in self._accumulators[i])}
+    def coming(self) -> dict[int, int]:
+        """How many gradients of each parameter the running backward will bring, as far as autograd knows now."""
+        counts = {i: sum(_will_run(node) for node in self._accumulators[i]) for i in self.expected}
+        return {i: count for i, count in counts.items() if count}
 
     def publish(self, used: Sequence[int]) -> None:
         """Give the parameters ``used`` on any rank their gradients; the others keep what they had."""
@@ -523,7 +524,7 @@ class ParamGroup:
         return handle
 
     def _call_hooks(self, index: int) -> None:
-        """Have the leaf call the hooks on the parameter, as they are at each backward."""
+        """Have what gradients reach, the leaf and the parameter itself, call the hooks as they are at each backward."""
         if self._calls_hooks[index]:
             return
         hooks = self._hooks[index]
@@ -535,6 +536,7 @@ class ParamGroup:
             return seen.to(grad.dtype)
 
         torch.Tensor.register_hook(self.leaves[index], call)
+        self.parameters[index]._backward_hooks = hooks
         self._calls_hooks[index] = True
 
     def hook_accumulated(self, index: int, hook: Callable[[Tensor], None]) -> Any:

@@ -101,7 +101,7 @@ class Reducer:
         self._running = False
         self._coming: _Flags | None = None
         self._came: _Flags | None = None
-        self._awaited: dict[ParamGroup, set[int]] = {}
+        self._awaited: dict[ParamGroup, dict[int, int]] = {}
         self._completed: dict[ParamGroup, None] = {}
         self._launched: dict[ParamGroup, None] = {}
         self._cursor = 0
@@ -141,16 +141,18 @@ class Reducer:
         def value(group: ParamGroup, index: int) -> int:
             return _IN_TIME if index in awaited[group] or index in group.gradients.arrived else _UNUSED
 
-        holes = any(not awaited[group].issuperset(group.expected) for group in self._groups)
+        holes = any(not awaited[group].keys() >= {*group.expected} for group in self._groups)
         return _Flags(self._groups, value, holes, self._collectives.max_flags)
 
     def arrived(self, group: ParamGroup, index: int) -> None:
-        """Backward gave ``group`` the gradient of its parameter ``index``."""
+        """Backward gave ``group`` a gradient of its parameter ``index``."""
         self.begin()
         awaited = self._awaited[group]
         if index not in awaited:
             return
-        awaited.discard(index)
+        awaited[index] -= 1
+        if not awaited[index]:
+            del awaited[index]
         if not awaited:
             self._completed[group] = None
             self._advance()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from typing import Any, cast
 
@@ -113,7 +114,16 @@ def _alias(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     tensor = args[0]
     if func is aten.detach_.default:
         return tensor
-    return tensor.alias() if isinstance(tensor, ShardedTensor) else _view(func, args, kwargs)
+    if isinstance(tensor, ShardedView):
+        return _view(func, args, kwargs)
+    with _mode_of(tensor):
+        return tensor.alias()
+
+
+def _mode_of(viewed: Tensor) -> AbstractContextManager[Any]:
+    """Context in which a view of ``viewed`` is made: autograd takes none of an ordinary tensor from inference mode."""
+    mode = viewed.is_inference()
+    return nullcontext() if torch.is_inference_mode_enabled() is mode else torch.inference_mode(mode)
 
 
 def _value_free(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -418,9 +428,10 @@ def _view(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     slicing = base.slicing
     like = torch.empty_strided(slicing.shape, slicing.stride, dtype=base.dtype, device="meta")
     several = func(viewed.view_of(like) if isinstance(viewed, ShardedView) else like, *rest, **kwargs)
-    if isinstance(several, Tensor):
-        return ShardedView(base, replay)
-    return [ShardedView(base, partial(replay, pick=i)) for i in range(len(several))]
+    with _mode_of(viewed):
+        if isinstance(several, Tensor):
+            return ShardedView(base, replay)
+        return [ShardedView(base, partial(replay, pick=i)) for i in range(len(several))]
 
 
 # Whole values

@@ -240,3 +240,50 @@ def test_hooks_and_their_handles_survive_sharding_and_the_way_back() -> None:
     handle.remove()
     assert gradient() == 10.0
     assert len(seen) == 3
+
+
+def _views_in_inference(rank: int, stage: int) -> list[Tensor]:
+    weight = sharded(stage)[0].weight
+    with torch.inference_mode():
+        weight[1:].mul_(2)
+        views = [weight[1], weight.t()[0], weight.detach().view(-1)[3:]]
+        return [view + 0 for view in views]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_views_are_read_and_written_in_inference_mode(stage: int) -> None:
+    """In which a Trainer evaluates: the parameter itself is an ordinary tensor."""
+    weight = network()[0].weight.detach()
+    weight[1:] *= 2
+    for found in run_ranks(2, _views_in_inference, stage):
+        for view, plain in zip(found, (weight[1], weight.t()[0], weight.view(-1)[3:]), strict=True):
+            assert torch.equal(view, plain)
+
+
+class _ByHand(torch.autograd.Function):
+    """The sum, with its derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        ctx.shape = tensor.shape
+        return tensor.sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.expand(ctx.shape)
+
+
+def _by_hand_on_one_rank(rank: int, stage: int) -> Tensor:
+    model = sharded(stage)
+    weight = model[0].weight
+    weight.register_hook(lambda grad: grad * 10)
+    by_hand = _ByHand.apply(weight)
+    (weight.sum() + (by_hand if rank == 1 else by_hand.detach())).backward()
+    return weight.grad.whole()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_gradient_in_two_pieces_on_one_rank(stage: int) -> None:
+    """Of 1 by autograd and 1 past it: the hook multiplies both, and the mean of 10 and 20 is everyone's."""
+    for found in run_ranks(2, _by_hand_on_one_rank, stage):
+        assert torch.equal(found, torch.full((5, 5), 15.0, dtype=torch.float64))
