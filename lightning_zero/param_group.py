@@ -111,6 +111,7 @@ class ParamGroup:
         self._calls_hooks = [False] * len(parameters)
         self.parameters = [self._rest(i, parameter) for i, parameter in enumerate(parameters)]
         self.leaves = [self._leaf(i, self.model_dtype) for i in range(len(self.parameters))]
+        self._arrivals: list[RemovableHandle] = []
         self._accumulators: list[list[torch.autograd.graph.Node]] = [[] for _ in self.leaves]
         self._pointed = False
         self._in_window = False
@@ -470,7 +471,7 @@ class ParamGroup:
             if group is not None:
                 group._arrive(index, holder)
 
-        torch.Tensor.register_post_accumulate_grad_hook(holder, arrive)
+        self._arrivals.append(torch.Tensor.register_post_accumulate_grad_hook(holder, arrive))
 
     def _arrive(self, index: int, holder: Tensor) -> None:
         with torch._C.DisableTorchFunctionSubclass():
@@ -527,10 +528,10 @@ class ParamGroup:
         """Have what gradients reach, the leaf and the parameter itself, call the hooks as they are at each backward."""
         if self._calls_hooks[index]:
             return
-        hooks = self._hooks[index]
+        hooks, expected = self._hooks[index], self.dtypes.own
 
         def call(grad: Tensor) -> Tensor:
-            seen = grad.to(self.dtypes.own)
+            seen = grad.to(expected)
             for hook in list(hooks.values()):
                 seen = _first_given(hook(seen), seen)
             return seen.to(grad.dtype)
@@ -551,6 +552,8 @@ class ParamGroup:
         """Make the parameters plain, with the values of ``whole``, shape (layout.total,), main dtype."""
         # Their nodes refer to the parameters, and torch exchanges no tensor that something in C++ refers to.
         self._accumulators = [[] for _ in self.leaves]
+        for handle in self._arrivals:
+            handle.remove()
         for i, parameter in enumerate(self.parameters):
             plain = nn.Parameter(self.partition.view(whole, i).detach().clone(), requires_grad=parameter.requires_grad)
             plain.__dict__.update({key: v for key, v in parameter.__dict__.items() if key not in _OWN_ATTRIBUTES})
