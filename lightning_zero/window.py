@@ -330,13 +330,16 @@ class Windows:
         if torch.is_grad_enabled():
             self.forward_order.setdefault(unit)
             self._graph_flows = self._flows
+        if not self._flows:
+            # What one rank does alone must not change what it gathers ahead in training.
+            return
         if self._previous is None:
             self._predecessor.pop(unit, None)
         elif self._previous is not unit:
             self._successor[self._previous] = unit
             self._predecessor[unit] = self._previous
         self._previous = unit
-        following = self._successor.get(unit) if self._flows else None
+        following = self._successor.get(unit)
         if following is not None and following is not unit:
             self._unshard(following)
             self._prefetched = following

@@ -1,0 +1,274 @@
+"""Ranks that differ: unequal numbers of batches, sentences of unequal length, forwards on one rank alone."""
+
+from __future__ import annotations
+
+import datetime
+import time
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from distributed import run_ranks
+from lightning.pytorch.callbacks import BasePredictionWriter
+from rows import launched, loader, make_trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from lightning_zero import ZeROStrategy
+from lightning_zero.engine import engine_of
+from lightning_zero.lockstep import RanksDifferError
+
+STAGES = (1, 2, 3)
+
+
+def network() -> nn.Sequential:
+    """Units of a few layers."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(3, 5), *(nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(9)), nn.Linear(5, 1)
+    )
+
+
+class Model(L.LightningModule):
+    """Logs a mean over all batches of all ranks, as a value and as a metric."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = network()
+        self.metric = MeanMetric()
+        self.seen: list[Any] = []
+
+    def training_step(self, x: Tensor, batch_idx: int) -> Tensor:
+        return self.net(x).square().mean()
+
+    def validation_step(self, x: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
+        out = self.net(x)
+        self.seen.append(out.sum().item())
+        self.log("value", out.mean(), sync_dist=True, batch_size=len(x))
+        self.metric(out)
+        self.log("metric", self.metric)
+
+    test_step = validation_step
+
+    def predict_step(self, x: Tensor, batch_idx: int) -> Tensor:
+        return self.net(x)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def data(batches: int, seed: int = 0) -> list[Tensor]:
+    return list(torch.randn(batches, 2, 3, generator=torch.Generator().manual_seed(seed)))
+
+
+def strategy_of(stage: int) -> ZeROStrategy:
+    return ZeROStrategy(stage=stage, timeout=datetime.timedelta(seconds=15))
+
+
+# Evaluation
+
+
+def _evaluated(rank: int, stage: int, loop: str, lengths: list[list[int]]) -> Any:
+    module = Model()
+    loaders = [loader(data(of_ranks[rank], seed=10 * i + rank)) for i, of_ranks in enumerate(lengths)]
+    with launched(rank):
+        trainer = make_trainer(strategy_of(stage), num_sanity_val_steps=0)
+        if loop == "fit":
+            trainer.fit(module, loader(data(2, seed=99)), loaders)
+        else:
+            getattr(trainer, loop)(module, loaders, verbose=False)
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith(("v", "m"))}
+    return module.seen, metrics, module.state_dict()
+
+
+@pytest.mark.parametrize("loop", ["validate", "test", "fit"])
+@pytest.mark.parametrize("lengths", [[[2, 5]], [[5, 2]], [[3, 1], [1, 2], [2, 2]]], ids=["2-5", "5-2", "three loaders"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_unequal_numbers_of_batches_are_evaluated_to_the_end(stage: int, loop: str, lengths: list[list[int]]) -> None:
+    """Every rank sees all of its batches, and what is logged is the mean over all of them."""
+    ranks = run_ranks(2, _evaluated, stage, loop, lengths)
+    plain = network()
+    plain.load_state_dict({name.removeprefix("net."): value for name, value in ranks[0][2].items()})
+    outputs: dict[int, list[list[float]]] = {}
+    for rank, (seen, _, _) in enumerate(ranks):
+        batches = [x for i, of_ranks in enumerate(lengths) for x in data(of_ranks[rank], seed=10 * i + rank)]
+        expected = [plain(x).sum().item() for x in batches]
+        assert seen == pytest.approx(expected, abs=1e-5)
+        position = 0
+        for i, of_ranks in enumerate(lengths):
+            outputs.setdefault(i, []).append(expected[position : position + of_ranks[rank]])
+            position += of_ranks[rank]
+    for _, metrics, _ in ranks:
+        assert len(metrics) == 2 * len(lengths)
+        for i in range(len(lengths)):
+            suffix = "" if len(lengths) == 1 else f"/dataloader_idx_{i}"
+            every = [value / 2 for of_rank in outputs[i] for value in of_rank]  # two rows a batch
+            assert metrics[f"value{suffix}"] == pytest.approx(sum(every) / len(every), abs=1e-5)
+
+
+class Writer(BasePredictionWriter):
+    """Gathers the number of predictions itself, as writers of one file do."""
+
+    def __init__(self) -> None:
+        super().__init__("epoch")
+        self.counts: list[int] = []
+
+    def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, indices: Any) -> None:
+        counts = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
+        torch.distributed.all_gather(counts, torch.tensor([sum(len(p) for p in predictions)]))
+        self.counts = [int(count) for count in counts]
+
+
+def _predicted(rank: int, stage: int) -> Any:
+    module, writer = Model(), Writer()
+    rows = torch.cat(data(7))[:13]
+    with launched(rank):
+        trainer = make_trainer(strategy_of(stage), callbacks=[writer], use_distributed_sampler=True)
+        predictions = trainer.predict(module, DataLoader(rows, batch_size=2))  # type: ignore[arg-type]
+        held = engine_of(module)
+    assert held is None
+    return torch.cat(predictions), writer.counts
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_predictions_cover_the_data_however_it_divides(stage: int) -> None:
+    """13 rows on two ranks: Lightning gives 7 to the first and 6 to the second."""
+    (first, counts), (second, others) = run_ranks(2, _predicted, stage)
+    assert counts == others == [7, 6]
+    rows = torch.cat(data(7))[:13]
+    expected = network()(rows)
+    assert torch.allclose(torch.stack([*first, *second]).sort(0)[0], expected.sort(0)[0], atol=1e-6)
+
+
+# Generation
+
+EOS = 3
+
+
+def language_model() -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(
+        GPT2Config(n_layer=9, n_head=2, n_embd=8, vocab_size=17, n_positions=32, eos_token_id=EOS)
+    ).eval()
+
+
+def generated(model: GPT2LMHeadModel, rank: int, number: int = 0) -> list[int]:
+    """Ends after 2 tokens on rank 0, after 7 on rank 1, and the other way round for odd numbers."""
+    length = (2, 7)[(rank + number) % 2]
+    prompt = torch.tensor([[5, 6 + rank, 7 + number]])
+
+    class EndsAt:
+        """A logits processor."""
+
+        def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+            scores[:, EOS] = float("inf") if ids.shape[1] - prompt.shape[1] == length - 1 else -float("inf")
+            return scores
+
+    out = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=10, do_sample=False, pad_token_id=EOS,
+        logits_processor=[EndsAt()],
+    )  # fmt: skip
+    return out[0].tolist()
+
+
+class Generates(L.LightningModule):
+    """Generates in one hook."""
+
+    def __init__(self, hook: str, alone: bool = False) -> None:
+        super().__init__()
+        self.model = language_model()
+        self.seen: list[list[int]] = []
+        self.alone = alone
+        if hook != "training_step":
+            setattr(self, hook, self._generate)
+        self.inside = hook == "training_step"
+
+    def _generate(self, *_: Any, **__: Any) -> None:
+        if not self.alone or self.global_rank == 0:
+            self.seen.append(generated(self.model, self.global_rank, len(self.seen)))
+
+    def training_step(self, ids: Tensor, batch_idx: int) -> Tensor:
+        if self.inside:
+            self._generate()
+        return 0 * self.model(ids, labels=ids).loss
+
+    def validation_step(self, ids: Tensor, batch_idx: int) -> None:
+        self.log("loss", self.model(ids, labels=ids).loss, sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+HOOKS = [
+    "validation_step",
+    "on_validation_epoch_end",
+    "on_train_batch_start",
+    "training_step",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+    "on_train_epoch_end",
+]
+
+
+def _generates(rank: int, stage: int, hook: str, alone: bool) -> Any:
+    module = Generates(hook, alone)
+    ids = list(torch.arange(10).view(2, 1, 5))
+    with launched(rank):
+        make_trainer(strategy_of(stage)).fit(module, loader(ids), loader(ids))
+    return module.seen, module.state_dict()
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_generation_ends_at_different_lengths_in_any_hook(stage: int, hook: str) -> None:
+    """Two tokens on one rank, seven on the other; training goes on together. The weights never change: so the tokens
+    are those of the plain model."""
+    plain = language_model()
+    for rank, (seen, after) in enumerate(run_ranks(2, _generates, stage, hook, False)):
+        assert len(seen) >= 1
+        assert seen == [generated(plain, rank, number) for number in range(len(seen))]
+        for name, value in plain.state_dict().items():
+            assert torch.equal(after[f"model.{name}"], value), name
+
+
+@pytest.mark.parametrize(
+    "hook", ["validation_step", "on_train_batch_end", "on_validation_epoch_end", "on_train_batch_start"]
+)
+def test_generation_on_rank_zero_alone(hook: str) -> None:
+    """As to log a sample: the other rank serves from wherever it waits next."""
+    (seen, _), (nothing, _) = run_ranks(2, _generates, 3, hook, True)
+    plain = language_model()
+    assert seen == [generated(plain, 0, number) for number in range(len(seen))]
+    assert seen
+    assert nothing == []
+
+
+# Training
+
+
+class Uneven(Model):
+    """Remembers the exception that ends its fit."""
+
+
+def _uneven(rank: int, stage: int) -> Any:
+    module = Uneven()
+    start = time.monotonic()
+    with launched(rank):
+        try:
+            make_trainer(strategy_of(stage)).fit(module, loader(data((3, 5)[rank])))
+        except RuntimeError as error:
+            return type(error).__name__, str(error), time.monotonic() - start
+    return "no error", "", 0.0
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_unequal_numbers_of_training_batches_raise_on_every_rank(stage: int) -> None:
+    """At once, naming both places and the fix."""
+    for name, message, seconds in run_ranks(2, _uneven, stage):
+        assert name == RanksDifferError.__name__
+        assert "the beginning of a training batch" in message
+        assert "drop_last=True" in message
+        assert seconds < 10
