@@ -17,6 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+from lightning_zero.watch import Watch
 
 __all__ = ["Collectives", "Pending"]
 
@@ -71,6 +74,7 @@ class Collectives:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world_size = 1 if group is None else dist.get_world_size(group)
         self._source = 0 if group is None else dist.get_global_rank(group, 0)
+        self.watch = Watch(self.rank, self.world_size, None if group is None else _store_of(group))
         self._is_native = group is not None and dist.get_backend(group) != "gloo"
         self.meet: Callable[[str], object] | None = None
         """Called with its purpose before a collective: other ranks may need something first. Not before gathers, which
@@ -144,10 +148,11 @@ class Collectives:
     def _exchange(self, send: Callable[[int], Tensor], receive: Callable[[int], Tensor]) -> list[Any]:
         """Begin to send ``send(peer)`` to each other rank and to receive ``receive(peer)`` from it."""
         works = []
-        for peer in range(self.world_size):
-            if peer != self.rank:
-                works.append(dist.irecv(receive(peer), group=self.group, tag=_TAG, group_src=peer))
-                works.append(dist.isend(send(peer), group=self.group, tag=_TAG, group_dst=peer))
+        with self.watch.waiting_for("a connection to the other ranks"):
+            for peer in range(self.world_size):
+                if peer != self.rank:
+                    works.append(dist.irecv(receive(peer), group=self.group, tag=_TAG, group_src=peer))
+                    works.append(dist.isend(send(peer), group=self.group, tag=_TAG, group_dst=peer))
         return works
 
     def reduce_scatter(self, out: Tensor, whole: Tensor, take: TakeBuffer, purpose: str = "reduce") -> Pending:
@@ -195,7 +200,8 @@ class Collectives:
             self._begin(purpose, tensor, times=2)
             # A tensor that user code moved to the host travels from the device.
             value = tensor.to(self.device)
-            dist.all_reduce(value, getattr(dist.ReduceOp, op.upper()), group=self.group)
+            with self.watch.waiting_for(f"the other ranks' part of a {purpose}"):
+                dist.all_reduce(value, getattr(dist.ReduceOp, op.upper()), group=self.group)
             if value is not tensor:
                 tensor.copy_(value)
         return tensor
@@ -204,7 +210,8 @@ class Collectives:
         """Rank 0's value, in place and at once. Returns ``tensor``."""
         if self.group is not None:
             self._begin(purpose, tensor)
-            dist.broadcast(tensor, self._source, group=self.group)
+            with self.watch.waiting_for(f"rank 0's values ({purpose})"):
+                dist.broadcast(tensor, self._source, group=self.group)
         return tensor
 
     def max_flags(self, flags: Tensor) -> Pending:
@@ -225,8 +232,14 @@ class Collectives:
         """Rank 0's value of a small host tensor, in place and at once. Returns ``flags``."""
         if self.group is not None:
             self._begin("flags", flags)
-            dist.broadcast(flags, self._source, group=_alive(self._flags_group))
+            with self.watch.waiting_for("rank 0's order of reductions"):
+                dist.broadcast(flags, self._source, group=_alive(self._flags_group))
         return flags
+
+
+def _store_of(group: dist.ProcessGroup) -> Store | None:
+    found = dist.distributed_c10d._world.pg_map.get(group)
+    return None if found is None else found[1]
 
 
 def _alive(group: weakref.ref[dist.ProcessGroup] | None) -> dist.ProcessGroup | None:

@@ -85,7 +85,9 @@ class Engine(GroupObserver):
             self._adopt_buffers(module)
             self.root, self.units = self._build_units(module, plan)
         self.groups = [group for unit in (self.root, *self.units) for group in unit.groups]
-        self.reducer = Reducer(self.groups, collectives, self._forward_order, self._end_backward)
+        self.reducer = Reducer(
+            self.groups, collectives, self._forward_order, lambda: self.windows.path, self._end_backward
+        )
         self.lockstep = Lockstep([self.root, *self.units], collectives)
         self.windows = Windows(self.root, self.units, self._held, self.reducer.begin, self.lockstep)
         collectives.meet = _meeting(self)
@@ -251,6 +253,7 @@ class Engine(GroupObserver):
 
     def _end_backward(self) -> None:
         self.windows.end_backward()
+        self.windows.path = 0
 
     # GroupObserver
 
@@ -301,7 +304,6 @@ class Engine(GroupObserver):
     def finish_transfers(self) -> None:
         """Wait for what the last optimizer step left under way: other ranks may still receive this rank's part."""
         if not self.abandoned:
-            self.reducer.finish_transfers()
             for group in self.groups:
                 group.finish_gather()
 
@@ -314,6 +316,7 @@ class Engine(GroupObserver):
 
     def _dissolve(self) -> None:
         self.finish_transfers()
+        self.collectives.watch.stop()
         for group in self.groups:
             group.observer = GroupObserver()
         for collection in (self.groups, self.units, self._forwards, self._held):

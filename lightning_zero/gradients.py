@@ -104,7 +104,9 @@ class GroupGradients:
         if self._reducing is None:
             return
         pending, out, _ = self._reducing
-        pending.wait()
+        name = self._partition.slicings[0].name
+        with self._collectives.watch.waiting_for(f"the mean gradients of `{name}` and its unit"):
+            pending.wait()
         self._reducing = None
         out = self._cast(out, self._dtypes.main_grad)
         for i in self._foreign:

@@ -24,6 +24,7 @@ from lightning_zero.collectives import Collectives
 __all__ = ["FLOWING", "PLACES", "Lockstep", "RanksDifferError"]
 
 PLACES = {
+    "setup": "setting up",
     "norm": "a norm or another reduction over a sharded tensor",
     "fragment": "a read of a sharded tensor",
     "checkpoint": "gathering a checkpoint",
@@ -112,14 +113,17 @@ class Lockstep:
             self._serve(lowest, wanted=False)
         self.asked = False
         if lowest != highest:
-            other = (lowest if lowest != number else highest) - _FIRST_PLACE
+            other = lowest if lowest != number else highest
             raise RanksDifferError(
-                f"rank {self._collectives.rank} is at {PLACES[place]}, another rank is at"
-                f" {PLACES[_NAMES[other % len(PLACES)]]}: they cannot go on together. Give every rank the same number"
-                " of training batches (`drop_last=True`, a `DistributedSampler`), and call what communicates on all"
-                " ranks or on none."
+                f"rank {self._collectives.rank} is at {PLACES[place]}, another rank is at {self._describe(other)}: they"
+                " cannot go on together. Give every rank the same number of training batches (`drop_last=True`, a"
+                " `DistributedSampler`), and call what communicates on all ranks or on none."
             )
         return all_hold
+
+    @staticmethod
+    def _describe(number: int) -> str:
+        return PLACES[_NAMES[(number - _FIRST_PLACE) % len(PLACES)]] if number >= _FIRST_PLACE else "a forward"
 
     def _serve(self, number: int, wanted: bool) -> None:
         self.asked = True
@@ -130,7 +134,8 @@ class Lockstep:
     def _exchange(self, number: int, holds_root: bool) -> tuple[int, int, bool]:
         """Lowest and highest number of all ranks, and whether all of them ``holds_root``."""
         values = torch.tensor([number, -number, int(holds_root)])
-        lowest, negated, all_hold = self._collectives.minimum(values).tolist()
+        with self._collectives.watch.waiting_for(f"the other ranks at {self._describe(number)}"):
+            lowest, negated, all_hold = self._collectives.minimum(values).tolist()
         return lowest, -negated, bool(all_hold)
 
 

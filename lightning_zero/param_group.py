@@ -245,10 +245,7 @@ class ParamGroup:
 
     def wait(self) -> None:
         """Make whole values current and the leaves views of them."""
-        if self._gathering is not None:
-            self._gathering.wait()
-            self._gathering = None
-            self._fresh = True
+        self.finish_gather()
         if self._fresh and not self._exposed_versions:
             self._expose()
             self._show_leaves()
@@ -283,7 +280,8 @@ class ParamGroup:
     def finish_gather(self) -> None:
         """Wait for a gather under way, without use for its result yet."""
         if self._gathering is not None:
-            self._gathering.wait()
+            with self.collectives.watch.waiting_for(f"the weights of `{self.names[0]}` and its unit"):
+                self._gathering.wait()
             self._gathering = None
             self._fresh = True
 

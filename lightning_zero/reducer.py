@@ -5,8 +5,8 @@
     end       which gradients came, exchanged                `grad` appears on the parameters
 
 Ranks may differ in which parameters get a gradient: one that no rank used keeps its gradient as it was, one that some
-rank used gets the mean over all. Both exchanges are a byte a parameter and asynchronous, and a rank waits for one only
-where the others may differ from itself.
+rank used gets the mean over all. Both exchanges are a byte a parameter. A rank reads the first only where the others
+may differ from itself; the second is over when the last reductions are.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
-from torch import Tensor
 
-from lightning_zero.collectives import Collectives, Pending
+from lightning_zero.collectives import Collectives
+from lightning_zero.lockstep import RanksDifferError
 from lightning_zero.param_group import ParamGroup
 
 __all__ = ["Reducer"]
@@ -28,36 +28,39 @@ AGREEMENTS = 2
 
 
 class _Flags:
-    """A byte for each parameter of each group, and one more; after `read` the maximum over ranks.
+    """A byte for each parameter of each group, and some more; after `read` the maximum over ranks.
 
     Args:
         groups: whose parameters.
         value: the byte of parameter ``index`` of a group.
-        last: the extra byte.
-        exchange: begins the maximum over ranks of a host tensor, in place.
+        more: further bytes.
+        collectives: of the ranks.
     """
 
     def __init__(
         self,
         groups: Sequence[ParamGroup],
         value: Callable[[ParamGroup, int], int],
-        last: bool,
-        exchange: Callable[[Tensor], Pending],
+        more: Sequence[int],
+        collectives: Collectives,
     ) -> None:
         self._start: dict[ParamGroup, int] = {}
         values: list[int] = []
         for group in groups:
             self._start[group] = len(values)
             values.extend(value(group, index) for index in range(len(group.parameters)))
-        self.own = [*values, int(last)]
+        self._more = len(values)
+        self.own = [*values, *more]
         self._tensor = torch.tensor(self.own, dtype=torch.uint8)
-        self._pending = exchange(self._tensor)
+        self._watch = collectives.watch
+        self._pending = collectives.max_flags(self._tensor)
         self._read: list[int] | None = None
 
     def read(self) -> None:
         """Wait for the other ranks' bytes."""
         if self._read is None:
-            self._pending.wait()
+            with self._watch.waiting_for("the flags of a backward"):
+                self._pending.wait()
             self._read = self._tensor.tolist()
 
     def of(self, group: ParamGroup) -> list[int]:
@@ -67,9 +70,10 @@ class _Flags:
         return values[start : start + len(group.parameters)]
 
     @property
-    def last(self) -> int:
-        """The extra byte."""
-        return (self.own if self._read is None else self._read)[-1]
+    def more(self) -> list[int]:
+        """The further bytes, after `read`."""
+        assert self._read is not None
+        return self._read[self._more :]
 
 
 class Reducer:
@@ -79,6 +83,7 @@ class Reducer:
         groups: in an order that is the same on every rank.
         collectives: of the ranks that share the gradients.
         forward_order: the groups in the order of rank 0's first forward, as far as it is known.
+        path: which gathers began in which order since the last backward, as one number below 2 ** 32.
         on_end: called at the end of each backward, when gradients are published.
     """
 
@@ -87,11 +92,13 @@ class Reducer:
         groups: Sequence[ParamGroup],
         collectives: Collectives,
         forward_order: Callable[[], Iterable[ParamGroup]],
+        path: Callable[[], int],
         on_end: Callable[[], None],
     ) -> None:
         self._groups = list(groups)
         self._collectives = collectives
         self._forward_order = forward_order
+        self._path = path
         self._on_end = on_end
         self._whole_may_wait = all(group.placements.keeps_whole_gradients for group in groups)
         self.accumulating = False
@@ -100,7 +107,6 @@ class Reducer:
         self._agreed = 0
         self._running = False
         self._coming: _Flags | None = None
-        self._came: _Flags | None = None
         self._awaited: dict[ParamGroup, dict[int, int]] = {}
         self._completed: dict[ParamGroup, None] = {}
         self._launched: dict[ParamGroup, None] = {}
@@ -135,14 +141,13 @@ class Reducer:
         self._agreed += 1
 
     def _predict(self) -> _Flags:
-        """Which gradients will come; and whether some parameter in training gets none that autograd knows of."""
+        """Which gradients will come."""
         awaited = self._awaited
 
         def value(group: ParamGroup, index: int) -> int:
             return _IN_TIME if index in awaited[group] or index in group.gradients.arrived else _UNUSED
 
-        holes = any(not awaited[group].keys() >= {*group.expected} for group in self._groups)
-        return _Flags(self._groups, value, holes, self._collectives.max_flags)
+        return _Flags(self._groups, value, (), self._collectives)
 
     def arrived(self, group: ParamGroup, index: int) -> None:
         """Backward gave ``group`` a gradient of its parameter ``index``."""
@@ -185,18 +190,29 @@ class Reducer:
     # At the end
 
     def finish(self) -> None:
-        """Reduce what is missing and publish gradients; also what earlier backwards left to wait."""
+        """Reduce what is missing and publish gradients; also what earlier backwards left to wait.
+
+        Raises:
+            RanksDifferError: ranks gathered different units, and computed with each other's.
+        """
         self._running = False
-        if not self._waits:
-            # A gradient that was announced and is undefined never comes.
-            for awaited in self._awaited.values():
-                awaited.clear()
-            self._advance()
-            self._flush()
-        self._on_end()
+        try:
+            if not self._waits:
+                # A gradient that was announced and is undefined never comes.
+                for awaited in self._awaited.values():
+                    awaited.clear()
+                self._advance()
+                self._flush()
+        except RuntimeError:
+            self._forget()
+            raise
+        finally:
+            self._on_end()
 
     def _flush(self) -> None:
         """Reduce what came unannounced, and publish."""
+        if self._coming is not None:
+            self._coming.read()
         came = self._compare()
         for group in self._order:
             flags = came.of(group)
@@ -209,21 +225,23 @@ class Reducer:
             group.publish([index for index, flag in enumerate(came.of(group)) if flag])
 
     def _compare(self) -> _Flags:
-        """Which gradients came, and which after their group's reduction; of all ranks where they may differ."""
+        """Which gradients came, and which after their group's reduction, on any rank."""
 
         def value(group: ParamGroup, index: int) -> int:
             if index in group.gradients.arrived:
                 return _LATE if group in self._launched else _IN_TIME
             return _IN_TIME if index in group.gradients.sent else _UNUSED
 
-        came = self._came = _Flags(self._groups, value, False, self._collectives.max_flags)
-        holes = True
-        if self._coming is not None:
-            self._coming.read()
-            holes = bool(self._coming.last)
-        missing = any(not came.of(group)[index] for group in self._groups for index in group.expected)
-        if holes or missing:
-            came.read()
+        path = self._path().to_bytes(4, "big")
+        # A maximum of bytes and of their complements shows whether all ranks have the same ones.
+        came = _Flags(self._groups, value, [*path, *(255 - byte for byte in path)], self._collectives)
+        came.read()
+        if any(high + negated != 255 for high, negated in zip(came.more[:4], came.more[4:], strict=True)):
+            raise RanksDifferError(
+                "ranks gathered different blocks in this step, so each may have computed with weights of another one."
+                " At stage 3 all ranks must take the same path in training: draw what is dropped from a generator that"
+                " is seeded alike on every rank, or train with `ZeROStrategy(stage=2)`."
+            )
         return came
 
     # Outside backward
@@ -233,18 +251,16 @@ class Reducer:
         if not self._running and any(group.gradients.arrived for group in self._groups):
             self._flush()
 
-    def finish_transfers(self) -> None:
-        """Wait for an exchange of flags that this rank had no need to read, but others may."""
-        if self._came is not None:
-            self._came.read()
-
     def recover(self) -> None:
         """Forget a backward that ended with an exception."""
         if self._running and torch._C._current_graph_task_id() == -1:
             self._running = False
-            self._launched.clear()
-            self._coming = None
-            self._cursor = 0
-            for group in self._groups:
-                group.gradients.discard_unreduced()
+            self._forget()
             self._on_end()
+
+    def _forget(self) -> None:
+        self._launched.clear()
+        self._coming = None
+        self._cursor = 0
+        for group in self._groups:
+            group.gradients.discard_unreduced()

@@ -215,6 +215,9 @@ class Windows:
         self._lockstep = lockstep
         self._training = 0
         self._graph_flows = False
+        self._number = {unit: number for number, unit in enumerate((root, *units), start=1)}
+        self.path = 0
+        """The numbers of the units whose gathers began unasked, in order, as one number below 2 ** 32."""
         self._packs = not all(group.placements.keeps_whole_parameters for group in self._unit_of)
         self._steps = 0
         self._previous: Unit | None = None
@@ -460,6 +463,8 @@ class Windows:
         if self._packs:
             if self._flows:
                 self._flow()
+                if not unit.is_gathered:
+                    self.path = (31 * self.path + self._number[unit]) % 2**32
                 unit.unshard()
             elif not unit.is_gathered:
                 self._lockstep.ask(unit)

@@ -14,7 +14,7 @@ PACKAGE = Path(lightning_zero.__file__).parent
 
 FLOORS = {
     "placements": 0, "precision": 0, "autocast": 0, "_lightning": 0,
-    "collectives": 1, "layout": 1, "units": 1,
+    "watch": 0, "collectives": 1, "layout": 1, "units": 1,
     "flat_buffer": 2,
     "sharded_parameter": 3, "sharded_ops": 3, "whole_parameter": 3, "partition": 3,
     "param_group": 4, "gradients": 4,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import logging
 import time
 from typing import Any
 
@@ -17,9 +18,11 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from lightning_zero import ZeROStrategy
+import lightning_zero
+from lightning_zero import ZeROStrategy, watch
 from lightning_zero.engine import engine_of
 from lightning_zero.lockstep import RanksDifferError
+from lightning_zero.watch import CollectiveFailedError
 
 STAGES = (1, 2, 3)
 
@@ -249,12 +252,8 @@ def test_generation_on_rank_zero_alone(hook: str) -> None:
 # Training
 
 
-class Uneven(Model):
-    """Remembers the exception that ends its fit."""
-
-
 def _uneven(rank: int, stage: int) -> Any:
-    module = Uneven()
+    module = Model()
     start = time.monotonic()
     with launched(rank):
         try:
@@ -272,3 +271,104 @@ def test_unequal_numbers_of_training_batches_raise_on_every_rank(stage: int) -> 
         assert "the beginning of a training batch" in message
         assert "drop_last=True" in message
         assert seconds < 10
+
+
+class Drops(nn.Module):
+    """Leaves out one block, another one on each rank, or none on rank 1."""
+
+    def __init__(self, rank: int, equal: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(300, 300) for _ in range(9))
+        self.dropped = 4 + rank if equal else (4 if rank == 0 else -1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            if number != self.dropped:
+                x = x + 0.1 * torch.tanh(block(x))
+        return x
+
+
+def _drops(rank: int, stage: int, equal: bool) -> Any:
+    model = Drops(rank, equal)
+    group = torch.distributed.new_group([0, 1], timeout=datetime.timedelta(seconds=4), backend="gloo")
+    lightning_zero.shard(model, stage=stage, units=[nn.Linear], process_group=group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number in range(3):
+        optimizer.zero_grad()
+        x = torch.randn(2, 300, generator=torch.Generator().manual_seed(2 * number + rank))
+        try:
+            model(x).square().mean().backward()
+        except RuntimeError as error:
+            return type(error).__name__, str(error), number
+        optimizer.step()
+    with lightning_zero.gathered(model):
+        return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("equal", [True, False], ids=["one block each", "one rank alone"])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_ranks_may_leave_out_different_blocks_where_weights_rest(stage: int, equal: bool) -> None:
+    """LayerDrop. The twin averages the ranks' losses."""
+    nets = [Drops(rank, equal) for rank in range(2)]
+    for mine, other in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+        other.data = mine.data
+    for number in range(3):
+        for rank, net in enumerate(nets):
+            net.zero_grad()
+            x = torch.randn(2, 300, generator=torch.Generator().manual_seed(2 * number + rank))
+            net(x).square().mean().backward()
+        for mine, other in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+            grads = [p.grad for p in (mine, other) if p.grad is not None]
+            mine.data.sub_(0.1 * sum(grads) / 2)
+    for found in run_ranks(2, _drops, stage, equal):
+        for value, expected in zip(found, nets[0].parameters(), strict=True):
+            assert torch.allclose(value, expected, rtol=0, atol=1e-6)
+
+
+def test_different_blocks_at_stage_3_raise_on_every_rank_before_a_step() -> None:
+    """The blocks have one size: without a check each rank would compute with the other's weights, and nobody notice."""
+    for name, message, number in run_ranks(2, _drops, 3, True):
+        assert name == RanksDifferError.__name__
+        assert "ranks gathered different blocks" in message
+        assert "ZeROStrategy(stage=2)" in message
+        assert number == 0
+
+
+def test_an_unequal_number_of_blocks_at_stage_3_raises_on_every_rank_in_the_time_of_the_group() -> None:
+    """4 s here. The message names what did not come."""
+    found = run_ranks(2, _drops, 3, False)
+    assert {name for name, _, _ in found} <= {CollectiveFailedError.__name__, RanksDifferError.__name__}
+    for _, message, number in found:
+        assert number == 0
+        assert "did not come" in message or "ranks gathered different blocks" in message
+
+
+# Waiting
+
+
+def _waits_long(rank: int) -> list[str]:
+    lines: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    logging.getLogger("lightning_zero").addHandler(Handler())
+    watch.PATIENCE = 0.8
+    model = lightning_zero.shard(network(), stage=3)
+    x = torch.ones(2, 3)
+    model(x).sum().backward()
+    if rank == 1:
+        time.sleep(2.5)
+    model(x).sum().backward()
+    return lines
+
+
+def test_a_long_wait_is_told_once_with_what_the_others_do() -> None:
+    """Rank 1 sleeps for 2.5 s before its second step; 0.8 s is called long here."""
+    waiting, sleeping = run_ranks(2, _waits_long)
+    assert sleeping == []
+    (line,) = waiting
+    assert line.startswith("rank 0 waits for the other ranks at the beginning of a training step, for ")
+    assert "rank 1 computes; it last waited for" in line
