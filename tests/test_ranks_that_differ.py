@@ -14,6 +14,7 @@ from distributed import run_ranks
 from lightning.pytorch.callbacks import BasePredictionWriter
 from rows import launched, loader, make_trainer
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -372,3 +373,26 @@ def test_a_long_wait_is_told_once_with_what_the_others_do() -> None:
     (line,) = waiting
     assert line.startswith("rank 0 waits for the other ranks at the beginning of a training step, for ")
     assert "rank 1 computes; it last waited for" in line
+
+
+def _recomputed_alone(rank: int, stage: int) -> Any:
+    model = nn.Sequential(nn.Linear(5, 5, bias=False))
+    lightning_zero.shard(model, stage=stage)
+    resting = model[0].weight
+    x = torch.full((2, 5), 1.0 + rank, requires_grad=True)
+    y = model(x)
+    z = checkpoint(lambda t: t @ resting if rank == 1 else t * 1, x, use_reentrant=True)
+    (z.sum() + y.sum()).backward()
+    assert resting.grad is not None
+    return resting.grad.whole()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_gradient_that_recomputation_brings_on_one_rank_alone(stage: int) -> None:
+    """Autograd cannot announce it: it shows after the group was reduced, on rank 1 only.
+
+    y = x w.T has the gradient sum over rows of x: 2 (1 + rank) in each element; z = x w on rank 1, with x = 2, 4 more.
+    The mean of 2 and 4 + 4 is 5.
+    """
+    for grad in run_ranks(2, _recomputed_alone, stage):
+        assert torch.equal(grad, torch.full((5, 5), 5.0))
