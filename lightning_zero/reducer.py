@@ -12,8 +12,10 @@ may differ from itself; the second is over when the last reductions are.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from lightning_zero.collectives import Collectives
 from lightning_zero.lockstep import RanksDifferError
@@ -124,7 +126,7 @@ class Reducer:
         if self._running or torch._C._current_graph_task_id() == -1:
             return
         self._running = True
-        torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_of_task)
         if self._agreed < AGREEMENTS:
             self._agree_on_order()
         self._completed.clear()
@@ -188,6 +190,23 @@ class Reducer:
         self._launched[group] = None
 
     # At the end
+
+    def _end_of_task(self) -> None:
+        """`finish`, if the graph task that ends is the outermost one."""
+        node = cast("torch.autograd.graph.Node | None", torch._C._current_autograd_node())
+        if node is None:
+            self.finish()
+            return
+        # The first gradient came inside a reentrant checkpoint, `node`, whose own graph task ends here. What `node`
+        # hands its gradient to runs in the task around it.
+        handles: list[RemovableHandle] = []
+
+        def queue(_: Any) -> None:
+            for handle in handles:
+                handle.remove()
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_of_task)
+
+        handles += [following.register_prehook(queue) for following, _ in node.next_functions if following is not None]
 
     def finish(self) -> None:
         """Reduce what is missing and publish gradients; also what earlier backwards left to wait.
