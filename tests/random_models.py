@@ -399,10 +399,6 @@ class Model(nn.Module):
         return F.mse_loss(out, target)
 
 
-def _reenters(node: Any) -> bool:
-    return isinstance(node, Container) and (node.recomputes == "reentrant" or any(map(_reenters, node.children)))
-
-
 class _Builder:
     def __init__(self, example: Example) -> None:
         self._example = example
@@ -423,9 +419,8 @@ class _Builder:
         return built
 
     def _only_rank(self, layer: Layer) -> int | None:
-        # At stage 3, and where reentrant recomputation finds gradients that nobody announced, ranks take the same path.
-        same_path = self._example.stage == 3 or _reenters(self._example.root)
-        if layer.only_rank is None or same_path or self._example.world_size == 1:
+        # At stage 3 ranks take the same path.
+        if layer.only_rank is None or self._example.stage == 3 or self._example.world_size == 1:
             return None
         if layer.kind == "writing":  # ranks write alike
             return None
