@@ -323,6 +323,17 @@ class Throughput(Callback):
         self.tokens_per_second = int(trainer.strategy.reduce(num_tokens, reduce_op="sum")) / self.seconds
 
 
+def plan_of(module: LightningModule) -> Any:
+    """Bytes of model state by formula: under ZeRO the plan of this rank, else that of Adam on one whole copy."""
+    if isinstance(module.trainer.strategy, lightning_zero.ZeROStrategy):
+        return lightning_zero.planned_bytes(module)
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    itemsize = trained[0].element_size()
+    return lightning_zero.STAGES[0].bytes_per_rank(
+        sum(parameter.numel() for parameter in trained), 1, main_itemsize=itemsize, optimizer_itemsize=2 * itemsize
+    )
+
+
 class HeldBytes(Callback):
     """Measures the bytes of model state each rank holds at rest: before the update, and the optimizer's after it.
 
@@ -332,10 +343,12 @@ class HeldBytes(Callback):
     def __init__(self) -> None:
         self.local = dict.fromkeys(KINDS, 0)
         self.of_ranks: list[list[int]] = []
+        self.planned: list[int] = []
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         held = lightning_zero.held_bytes(pl_module, trainer.optimizers)
         self.local |= {"parameters": int(held.parameters), "gradients": int(held.gradients)}
+        self.planned = [int(getattr(plan_of(pl_module), kind)) for kind in KINDS]
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -360,21 +373,13 @@ def generate_answer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, 
     return " ".join(answer.split())
 
 
-def format_bytes_table(of_ranks: list[list[int]], numel: int, stage: int, precision: str) -> str:
-    """One row of model-state bytes for the formula and one for each rank, each with its ratio to the formula."""
-    main_itemsize = 2 if precision == "bf16-true" else 4
-    formula = lightning_zero.STAGES[stage].bytes_per_rank(
-        numel,
-        len(of_ranks),
-        main_itemsize=main_itemsize,
-        optimizer_itemsize=2 * main_itemsize,  # two moments
-    )
-    expected = [getattr(formula, kind) for kind in KINDS]
-    rows = {"formula": expected} | {f"rank {rank}": held for rank, held in enumerate(of_ranks)}
-    lines = [f"{'bytes':<8}" + "".join(f"{title:>15}" for title in (*KINDS, "total", "of formula"))]
+def format_bytes_table(of_ranks: list[list[int]], planned: list[int]) -> str:
+    """One row of model-state bytes for the plan and one for each rank, each with its ratio to the plan."""
+    rows = {"plan": planned} | {f"rank {rank}": held for rank, held in enumerate(of_ranks)}
+    lines = [f"{'bytes':<8}" + "".join(f"{title:>15}" for title in (*KINDS, "total", "of the plan"))]
     for title, cells in rows.items():
-        cells_and_total = "".join(f"{cell:>15,.0f}" for cell in (*cells, sum(cells)))
-        lines.append(f"{title:<8}{cells_and_total}{sum(cells) / sum(expected):>15.2%}")
+        cells_and_total = "".join(f"{cell:>15,}" for cell in (*cells, sum(cells)))
+        lines.append(f"{title:<8}{cells_and_total}{sum(cells) / sum(planned):>15.2%}")
     return "\n".join(lines)
 
 
@@ -466,7 +471,7 @@ held-out perplexity  {before["held_out_perplexity"]:8.4f} -> {after["held_out_pe
 tokens per second    {throughput.tokens_per_second:8.1f} over {trainer.world_size} ranks
 
 Model state of {numel:,} parameters at stage {args.stage}, {args.precision}:
-{format_bytes_table(held_bytes.of_ranks, numel, args.stage, args.precision)}
+{format_bytes_table(held_bytes.of_ranks, held_bytes.planned)}
 
 Question:  {question}
 Docstring: {" ".join(reference.split())}

@@ -3,7 +3,7 @@
 Importing this registers the strategies "zero1", "zero2" and "zero3".
 """
 
-from lightning_zero.engine import no_sync, shard, unshard
+from lightning_zero.engine import no_sync, planned_bytes, shard, unshard
 from lightning_zero.gathering import gathered
 from lightning_zero.held import held_bytes
 from lightning_zero.placements import STAGES
@@ -18,6 +18,7 @@ __all__ = [
     "gathered",
     "held_bytes",
     "no_sync",
+    "planned_bytes",
     "shard",
     "unshard",
 ]

@@ -32,7 +32,7 @@ from lightning_zero.units import NamedModules, UnitSpec, find_units
 from lightning_zero.whole_parameter import WholeParameter
 from lightning_zero.window import Unit, WindowedForward, Windows
 
-__all__ = ["AlreadyShardedError", "Engine", "engine_of", "no_sync", "shard", "unshard"]
+__all__ = ["AlreadyShardedError", "Engine", "engine_of", "no_sync", "planned_bytes", "shard", "unshard"]
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -171,11 +171,7 @@ class Engine(GroupObserver):
         return ParamGroup(names, parameters, self.placements, dtypes, self.collectives, self.pool, self._held)
 
     def planned_bytes(self, moments: int = 2) -> StateBytes:
-        """Bytes of model state that this rank holds at rest by formula, padding of flat buffers included.
-
-        Args:
-            moments: optimizer state in multiples of the main weights: 2 for Adam.
-        """
+        """See the function of this name."""
         planned = [group.planned_bytes(moments) for group in self.groups]
         return StateBytes(*(sum(getattr(one, f.name) for one in planned) for f in fields(StateBytes)))
 
@@ -529,6 +525,18 @@ def _common_device(module: nn.Module) -> torch.device:
     if dist.is_initialized() and dist.get_backend() == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def planned_bytes(module: nn.Module, moments: int = 2) -> StateBytes:
+    """Bytes of model state that this rank holds of a sharded ``module`` at rest by formula, padding included.
+
+    Args:
+        moments: optimizer state in multiples of the main weights: 2 for Adam.
+
+    Raises:
+        ValueError: ``module`` was not sharded.
+    """
+    return _required_engine(module).planned_bytes(moments)
 
 
 def unshard(module: ModuleT, device: torch.device | None = None) -> ModuleT:

@@ -188,6 +188,32 @@ _PATCHED = "_forward_before_sharding"
 _PACKABLE = {Tensor, nn.Parameter, WholeParameter, NarrowParameter, ConcealedParameter}
 
 
+class _Order:
+    """Which unit was opened after which one, the last time."""
+
+    def __init__(self) -> None:
+        self.previous: Unit | None = None
+        self.predecessor: dict[Unit, Unit] = {}
+        self._successor: dict[Unit, Unit] = {}
+
+    def follow(self, unit: Unit) -> Unit | None:
+        """Note that ``unit`` opens; which one came next the last time."""
+        if self.previous is None:
+            self.predecessor.pop(unit, None)
+        elif self.previous is not unit:
+            self._successor[self.previous] = unit
+            self.predecessor[unit] = self.previous
+        self.previous = unit
+        following = self._successor.get(unit)
+        return None if following is unit else following
+
+    def end(self) -> None:
+        """Note that nothing opens after the unit that was opened last."""
+        if self.previous is not None:
+            self._successor.pop(self.previous, None)
+            self.previous = None
+
+
 class Windows:
     """All windows of one model: which unit is whole now, and which one is next.
 
@@ -220,9 +246,8 @@ class Windows:
         """The numbers of the units whose gathers began unasked, in order, as one number below 2 ** 32."""
         self._packs = not all(group.placements.keeps_whole_parameters for group in self._unit_of)
         self._steps = 0
-        self._previous: Unit | None = None
-        self._successor: dict[Unit, Unit] = {}
-        self._predecessor: dict[Unit, Unit] = {}
+        # What one rank does alone must not change what it gathers unasked in training.
+        self._order = {flows: _Order() for flows in (True, False)}
         self._prefetched: Unit | None = None
         self._lingering: Unit | None = None
         self._opened_in_backward: dict[Unit, None] = {}
@@ -236,7 +261,8 @@ class Windows:
     def step(self) -> Iterator[None]:
         """Context in which the root opens at the first touch or unit call, and weights are saved as places."""
         if self._steps == 0:
-            self._previous = None
+            for order in self._order.values():
+                order.previous = None
             self._let_go()
             for unit in (self.root, *self.units):
                 unit.check()
@@ -333,17 +359,8 @@ class Windows:
         if torch.is_grad_enabled():
             self.forward_order.setdefault(unit)
             self._graph_flows = self._flows
-        if not self._flows:
-            # What one rank does alone must not change what it gathers ahead in training.
-            return
-        if self._previous is None:
-            self._predecessor.pop(unit, None)
-        elif self._previous is not unit:
-            self._successor[self._previous] = unit
-            self._predecessor[unit] = self._previous
-        self._previous = unit
-        following = self._successor.get(unit)
-        if following is not None and following is not unit:
+        following = self._order[self._flows].follow(unit)
+        if following is not None:
             self._unshard(following)
             self._prefetched = following
 
@@ -386,10 +403,8 @@ class Windows:
             self._unshard(unit)
             unit.wait()
             return
-        if self._previous is not None:
-            self._successor.pop(self._previous, None)
-            self._previous = None
-        preceding = self._predecessor.get(unit)
+        self._order[True].end()
+        preceding = self._order[True].predecessor.get(unit)
         for other in [*self._opened_in_backward]:
             if other is not unit and other is not preceding and self._close(other):
                 del self._opened_in_backward[other]

@@ -39,6 +39,7 @@ PUBLIC = [
     "gathered",
     "held_bytes",
     "no_sync",
+    "planned_bytes",
     "shard",
     "unshard",
 ]
