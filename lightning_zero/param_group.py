@@ -11,7 +11,6 @@ state has the same dtypes, and that are all trained, or all frozen.
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
@@ -25,6 +24,7 @@ from lightning_zero.collectives import Collectives, Pending
 from lightning_zero.flat_buffer import BufferPool, storage_id
 from lightning_zero.gradients import GroupGradients
 from lightning_zero.layout import FlatLayout
+from lightning_zero.param_hooks import ParamHooks
 from lightning_zero.partition import Partition
 from lightning_zero.placements import Placements, StateBytes
 from lightning_zero.precision import Dtypes
@@ -104,11 +104,7 @@ class ParamGroup:
         self._gathering: Pending | None = None
         self._fresh = False
         self.main_weight = self._first_weights(parameters)
-        # The exchange below leaves earlier hooks with the plain tensors, which are about to go. Their dictionaries are
-        # kept, so that handles still remove them.
-        self._hooks = [_dictionary(parameter._backward_hooks) for parameter in parameters]
-        self._post_hooks = [_dictionary(parameter._post_accumulate_grad_hooks) for parameter in parameters]
-        self._calls_hooks = [False] * len(parameters)
+        self._hooks = [ParamHooks(parameter, dtypes.own) for parameter in parameters]
         self.parameters = [self._rest(i, parameter) for i, parameter in enumerate(parameters)]
         self.leaves = [self._leaf(i, self.model_dtype) for i in range(len(self.parameters))]
         self._arrivals: list[RemovableHandle] = []
@@ -126,8 +122,8 @@ class ParamGroup:
         # Now that leaves have their shape, which autograd notes.
         for i in range(len(self.leaves)):
             self.hook_gradients(i)
-            if self._hooks[i]:
-                self._call_hooks(i)
+            if self._hooks[i].has_local:
+                self._hooks[i].listen(self.leaves[i], self.parameters[i])
 
     # Set-up
 
@@ -495,8 +491,7 @@ class ParamGroup:
         """Give the parameters ``used`` on any rank their gradients; the others keep what they had."""
         self.gradients.publish(used)
         for i in used:
-            for hook in list(self._post_hooks[i].values()):
-                hook(self.parameters[i])
+            self._hooks[i].accumulated(self.parameters[i])
 
     def get_grad(self, index: int) -> Tensor | None:
         """The mean gradient of parameter ``index``, or ``None``."""
@@ -517,32 +512,12 @@ class ParamGroup:
     def hook_grad(self, index: int, hook: Callable[[Tensor], Tensor | None]) -> Any:
         """Call ``hook`` with each local gradient, as ``Tensor.register_hook`` does."""
         self.leaves[index].follow_requires_grad()
-        self._call_hooks(index)
-        handle = RemovableHandle(self._hooks[index])
-        self._hooks[index][handle.id] = hook
-        return handle
-
-    def _call_hooks(self, index: int) -> None:
-        """Have what gradients reach, the leaf and the parameter itself, call the hooks as they are at each backward."""
-        if self._calls_hooks[index]:
-            return
-        hooks, expected = self._hooks[index], self.dtypes.own
-
-        def call(grad: Tensor) -> Tensor:
-            seen = grad.to(expected)
-            for hook in list(hooks.values()):
-                seen = _first_given(hook(seen), seen)
-            return seen.to(grad.dtype)
-
-        torch.Tensor.register_hook(self.leaves[index], call)
-        self.parameters[index]._backward_hooks = hooks
-        self._calls_hooks[index] = True
+        self._hooks[index].listen(self.leaves[index], self.parameters[index])
+        return self._hooks[index].register(hook)
 
     def hook_accumulated(self, index: int, hook: Callable[[Tensor], None]) -> Any:
         """Call ``hook`` with the resting parameter after its mean gradient has changed."""
-        handle = RemovableHandle(self._post_hooks[index])
-        self._post_hooks[index][handle.id] = hook
-        return handle
+        return self._hooks[index].register_accumulated(hook)
 
     # The way back
 
@@ -555,10 +530,7 @@ class ParamGroup:
         for i, parameter in enumerate(self.parameters):
             plain = nn.Parameter(self.partition.view(whole, i).detach().clone(), requires_grad=parameter.requires_grad)
             plain.__dict__.update({key: v for key, v in parameter.__dict__.items() if key not in _OWN_ATTRIBUTES})
-            if self._hooks[i]:
-                plain._backward_hooks = self._hooks[i]
-            if self._post_hooks[i]:
-                plain._post_accumulate_grad_hooks = self._post_hooks[i]
+            self._hooks[i].give_back(plain)
             _exchange(self.names[i], parameter, plain)
         for i in range(len(self.leaves)):
             self.gradients.set(i, None)
@@ -566,14 +538,6 @@ class ParamGroup:
 
 # Past the property of the leaf's class, which leads to the resting parameter.
 _raw_grad = cast(Any, torch.Tensor.grad)
-
-
-def _dictionary(hooks: Any) -> OrderedDict[int, Callable[[Tensor], Any]]:
-    return OrderedDict() if hooks is None else hooks
-
-
-def _first_given(value: Tensor | None, default: Tensor) -> Tensor:
-    return default if value is None else value
 
 
 def _will_run(node: torch.autograd.graph.Node) -> bool:
