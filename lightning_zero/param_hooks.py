@@ -50,7 +50,7 @@ class ParamHooks:
         return handle
 
     def listen(self, leaf: Tensor, parameter: Tensor) -> None:
-        """Have the leaf and the resting parameter, which gradients reach, call the hooks as they are at each backward."""
+        """Have the leaf and the resting parameter, which gradients reach, call the hooks of the time of backward."""
         if self._called:
             return
         hooks, dtype = self._local, self._dtype
