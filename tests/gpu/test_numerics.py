@@ -1,4 +1,4 @@
-"""What is learned is what plain training learns on the same GPU: every recipe, optimizer kernel and module with its own."""
+"""What is learned is what plain training learns on the same GPU, in every precision and by kernels that no CPU has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every wait is there: with collectives, or computation, held back in their streams, values are those of plain training.
+"""Every wait is there: with collectives, or computation, held back in their streams, values are those of plain ones.
 
 On a CPU a collective has ended when `wait` returns, and kernels run in the order of the program. On a GPU both are
 queued, in streams of their own, and a wait that is missing shows as a wrong value only if the other stream is late.
