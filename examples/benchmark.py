@@ -33,12 +33,14 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_zero import ZeROStrategy
 
 CONTENDERS = ("ddp", "zero1", "zero2", "zero3")
+ALONE = "none"
+"""No strategy, on one device: what a rank alone is compared with."""
 MIN_WARMUP = 3
 HEAD_DIM = 64
 LEARNING_RATE = 1e-3
@@ -71,7 +73,9 @@ class RandomLlama(LightningModule):
 
     def configure_model(self) -> None:
         torch.manual_seed(SEED)
-        self.model = LlamaForCausalLM(llama_config(self.args))
+        # Without a strategy Lightning would build it on the GPU, from other random numbers.
+        with torch.device("cpu"):
+            self.model = LlamaForCausalLM(llama_config(self.args))
 
     def train_dataloader(self) -> DataLoader[Tensor]:
         args = self.args
@@ -79,7 +83,9 @@ class RandomLlama(LightningModule):
         draws = torch.rand(num_rows, args.seq_len, generator=torch.Generator().manual_seed(SEED))
         # Frequent and rare tokens: with equal frequencies there is nothing to learn, and any update gives one loss.
         tokens: Any = (draws**4 * args.vocab).long()
-        return DataLoader(tokens, batch_size=args.batch_size)
+        # Of our own: Lightning's shuffles, and without a strategy there is none.
+        sampler: Any = DistributedSampler(tokens, args.devices, self.global_rank, shuffle=False)
+        return DataLoader(tokens, batch_size=args.batch_size, sampler=sampler)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss: Tensor = self.model(input_ids=batch, labels=batch).loss
@@ -151,8 +157,9 @@ class Recorder(Callback):
             "device": torch.cuda.get_device_name() if pl_module.device.type == "cuda" else platform.machine(),
             "numel": sum(parameter.numel() for parameter in pl_module.parameters()),
         }
-        ranks: list[Any] = [None] * trainer.world_size
-        dist.all_gather_object(ranks, local)
+        ranks: list[Any] = [local] * trainer.world_size
+        if dist.is_initialized():
+            dist.all_gather_object(ranks, local)
         if trainer.is_global_zero:
             self.path.write_text(json.dumps(ranks))
 
@@ -174,7 +181,9 @@ def peak_bytes(device: torch.device) -> int:
     return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * unit
 
 
-def build_strategy(contender: str, accelerator: str) -> Strategy:
+def build_strategy(contender: str, accelerator: str) -> Strategy | str:
+    if contender == ALONE:
+        return "auto"
     # This process has only imported so far, so a fork is safe and spares each rank the imports; CUDA wants new ones.
     start_method: Any = "fork" if accelerator == "cpu" else "popen"
     if contender == "ddp":
@@ -259,7 +268,7 @@ def sent_bytes(ranks: list[dict[str, Any]]) -> float | None:
 def summarize(runs: list[dict[str, Any]], contenders: list[str]) -> list[dict[str, Any]]:
     """One row a contender: medians and ranges over the rounds; a ratio pairs two runs of one round."""
     of_contender = {name: [run for run in runs if run["contender"] == name] for name in contenders}
-    baseline = [run["seconds"] for run in of_contender.get("ddp", [])]
+    baseline = [run["seconds"] for run in of_contender.get(baseline_of(contenders), [])]
     rows = []
     for name, mine in of_contender.items():
         seconds = [run["seconds"] for run in mine]
@@ -276,13 +285,17 @@ def summarize(runs: list[dict[str, Any]], contenders: list[str]) -> list[dict[st
     return rows
 
 
+def baseline_of(contenders: list[str]) -> str:
+    return ALONE if ALONE in contenders else "ddp"
+
+
 def spread(values: list[float]) -> dict[str, float] | None:
     return {"median": median(values), "min": min(values), "max": max(values)} if values else None
 
 
-def format_table(rows: list[dict[str, Any]], memory: str) -> str:
+def format_table(rows: list[dict[str, Any]], memory: str, baseline: str = "ddp") -> str:
     """The rows of `summarize` for a terminal; "-" is what a contender does not have."""
-    titles = ("contender", "s/step", "min - max", "of ddp", "min - max", "last loss", "MB sent/step", memory)
+    titles = ("contender", "s/step", "min - max", f"of {baseline}", "min - max", "last loss", "MB sent/step", memory)
     lines = [titles]
     for row in rows:
         sent = "-" if row["sent_bytes"] is None else f"{row['sent_bytes'] / 1e6:.1f}"
@@ -322,7 +335,7 @@ def report(args: argparse.Namespace, runs: list[dict[str, Any]], about: dict[str
 {args.rounds} rounds of {args.warmup} warm-up and {args.steps} timed steps; a run is the median of its steps on the \
 slowest rank; {seconds:.0f} s in all
 
-{format_table(rows, memory)}
+{format_table(rows, memory, baseline_of(args.strategies))}
 
 Losses of the last step differ by at most {max(losses) - min(losses):.1e} between all runs.""")
     if args.json:
@@ -344,8 +357,8 @@ def positive(text: str) -> int:
 def contenders(text: str) -> list[str]:
     names = text.split(",")
     for name in names:
-        if name not in CONTENDERS:
-            raise argparse.ArgumentTypeError(f"{name!r} is unknown; write some of {','.join(CONTENDERS)}")
+        if name not in (*CONTENDERS, ALONE):
+            raise argparse.ArgumentTypeError(f"{name!r} is unknown; write some of {','.join((*CONTENDERS, ALONE))}")
     if len(set(names)) < len(names):
         raise argparse.ArgumentTypeError(f"{text!r} names a contender twice; write {','.join(dict.fromkeys(names))}")
     return names
@@ -384,6 +397,8 @@ def complaint(args: argparse.Namespace) -> str | None:
     if args.hidden % HEAD_DIM:
         nearest = max(1, round(args.hidden / HEAD_DIM)) * HEAD_DIM
         return f"--hidden {args.hidden} is no multiple of {HEAD_DIM}, the width of a head. Write --hidden {nearest}."
+    if ALONE in args.strategies and args.devices > 1:
+        return f"--strategies {ALONE} trains on one device. Write --devices 1."
     if args.seq_len < 2:
         return "--seq-len 1 leaves no next token to predict. Write --seq-len 128."
     if args.precision == "16-mixed" and args.accelerator == "cpu":

@@ -174,7 +174,7 @@ class Collectives:
             whole.div_(self.world_size)
         divisor = 1 if before else self.world_size
         if self._is_native:
-            work = getattr(dist, _REDUCE_SCATTER)(out, whole, group=self.group, async_op=True)
+            work = getattr(dist, _REDUCE_SCATTER)(_real(out), _real(whole), group=self.group, async_op=True)
             return Pending([work], lambda: _divide(out, divisor))
         # gloo emulates a reduce-scatter by reducing everything on every rank. Each rank sends the others their chunks
         # instead, half of that, and sums its own.
@@ -252,6 +252,11 @@ def _alive(group: weakref.ref[dist.ProcessGroup] | None) -> dist.ProcessGroup | 
             " `lightning_zero.unshard(module)`, before `torch.distributed.destroy_process_group()`."
         )
     return found
+
+
+def _real(tensor: Tensor) -> Tensor:
+    # Of all collectives torch's reduce-scatter alone does not do this, and NCCL knows no complex numbers.
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _divides_first(whole: Tensor) -> bool:

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from distributed import run_ranks
 
-from lightning_zero.collectives import Collectives
+from lightning_zero.collectives import _REDUCE_SCATTER, Collectives
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -43,6 +44,29 @@ def test_reduce_scatter_is_the_mean_and_each_rank_keeps_its_chunk(world_size, in
         joined = torch.cat([results[number] for results in ranks]).double()
         bound = torch.finfo(dtype).eps * wholes.abs().sum(0)
         assert ((joined - wholes.mean(0)).abs() <= bound).all(), dtype
+
+
+def _natively(rank, dtype):
+    own = getattr(dist, _REDUCE_SCATTER)
+
+    def refuses_complex(out, whole, **arguments):
+        assert not out.is_complex() and not whole.is_complex()
+        return own(out, whole, **arguments)
+
+    setattr(dist, _REDUCE_SCATTER, refuses_complex)
+    collectives = Collectives.of(None, CPU)
+    collectives._is_native = True
+    shard, whole = torch.zeros(4, dtype=dtype), (torch.arange(8.0) + rank).to(dtype)
+    collectives.reduce_scatter(shard, whole, take).wait()
+    collectives.all_gather(whole, shard).wait()
+    return whole
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.complex128])
+def test_torchs_own_functions_move_complex_numbers(dtype):
+    """Mean shards of [0, 1, ... 7] and [1, 2, ... 8], joined again; a reduce-scatter of NCCL knows no complex ones."""
+    for whole in run_ranks(2, _natively, dtype):
+        assert torch.equal(whole, (torch.arange(8.0) + 0.5).to(dtype))
 
 
 def _near_max(rank, world_size, kind):
