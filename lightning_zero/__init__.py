@@ -3,6 +3,10 @@
 Importing this registers the strategies "zero1", "zero2" and "zero3".
 """
 
+import pkgutil
+
+from torch._dynamo import trace_rules
+
 from lightning_zero.engine import no_sync, planned_bytes, shard, unshard
 from lightning_zero.gathering import gathered
 from lightning_zero.held import held_bytes
@@ -24,3 +28,9 @@ __all__ = [
 ]
 
 register_strategies()
+
+# To `torch.compile` the package is opaque, as much of torch is: graphs end where it begins, and what a module computes
+# inside a window is a graph again. If it were traced, what a window did that one time would be part of the graph.
+for _part in pkgutil.iter_modules(__path__, f"{__name__}."):
+    if _part.name != "lightning_zero.autocast":  # pure, and asked about each product
+        trace_rules.add(_part.name)

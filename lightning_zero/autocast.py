@@ -6,12 +6,13 @@ any other one, and everything outside autocast, gets it in the dtype that the co
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["casts_down", "is_multiplied"]
+__all__ = ["any_casts_down", "casts_down", "is_multiplied"]
 
 _PRODUCTS = (
     nn.Linear,
@@ -56,3 +57,8 @@ def casts_down(func: Any, device: torch.device) -> bool:
     if name == "__get__":
         name = getattr(func.__self__, "__name__", "")
     return name in _NARROW_FUNCTIONS
+
+
+def any_casts_down(func: Any, args: Sequence[Any]) -> bool:
+    """Whether ``func``, called now with ``args``, computes in autocast's dtype. `torch.compile` traces this."""
+    return any(casts_down(func, arg.device) for arg in args if isinstance(arg, Tensor))

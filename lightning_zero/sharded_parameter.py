@@ -495,7 +495,7 @@ _METADATA = {
     "register_hook", "register_post_accumulate_grad_hook", "zeros_like", "ones_like", "empty_like", "full_like",
     "rand_like", "randn_like", "new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "is_shared",
     "_has_compatible_shallow_copy_type", "_use_count", "is_distributed", "result_type",
-    "can_cast", "promote_types", "get_gradient_edge",
+    "can_cast", "promote_types", "get_gradient_edge", "_is_view", "_is_zerotensor",
 }  # fmt: skip
 
 
@@ -517,6 +517,9 @@ def writes_in_place(func: Any) -> bool:
 GRADIENT_REQUESTS = {torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward}
 
 
+@torch.compiler.disable(  # type: ignore[untyped-decorator]
+    recursive=False, reason="a weight at rest is gathered here; `fullgraph=True` is for single blocks"
+)
 def _takes_part_in_a_graph(func: Any, args: Sequence[Any]) -> bool:
     """Whether autograd must meet leaves in the place of resting parameters."""
     if func in GRADIENT_REQUESTS:

@@ -15,9 +15,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch._guards import CompileContext
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_zero.autocast import casts_down
+from lightning_zero.autocast import any_casts_down, casts_down
 from lightning_zero.sharded_parameter import (
     GRADIENT_REQUESTS,
     Owner,
@@ -32,6 +33,9 @@ __all__ = ["ConcealedParameter", "NarrowParameter", "WholeParameter"]
 # Torch's own attributes, past the properties below.
 _raw_data = cast(Any, torch.Tensor.data)
 _raw_requires_grad = cast(Any, torch.Tensor.requires_grad)
+
+# A widened value has memory for the moment of the call.
+_MEMORY_REQUESTS = {torch.Tensor.untyped_storage, torch.Tensor.data_ptr}
 
 
 class WholeParameter(nn.Parameter):
@@ -77,6 +81,11 @@ class WholeParameter(nn.Parameter):
             raise AttributeError(f"'Parameter' object has no attribute {name!r}") from None
 
     def __setattr__(self, name: str, value: Any) -> None:
+        # Not a property: `torch.compile` reads torch's own attributes without the end of a graph.
+        if name == "requires_grad":
+            _raw_requires_grad.__set__(self, value)
+            self._resting.requires_grad = value
+            return
         # The class knows torch's attributes and ours.
         holder = self if hasattr(WholeParameter, name) or name in WholeParameter.__annotations__ else self._resting
         object.__setattr__(holder, name, value)
@@ -89,7 +98,7 @@ class WholeParameter(nn.Parameter):
         """What ``func``, a function of torch, takes in place of this leaf: the leaf, or its value widened."""
         if self.dtype == self._expected or casts_down(func, self.device):
             return self
-        if reads_metadata(func) or writes_in_place(func) or func in GRADIENT_REQUESTS:
+        if reads_metadata(func) or writes_in_place(func) or func in GRADIENT_REQUESTS or func in _MEMORY_REQUESTS:
             return self
         return self.to(self._expected)
 
@@ -102,6 +111,9 @@ class WholeParameter(nn.Parameter):
     @property
     def grad(self) -> Tensor | None:
         """The resting parameter's gradient."""
+        if CompileContext.try_get() is not None:
+            # A compiler looks at its dtype. Reading it may be a collective, and ranks compile when they like.
+            return None
         return self._resting.grad
 
     @grad.setter
@@ -111,16 +123,6 @@ class WholeParameter(nn.Parameter):
     @grad.deleter
     def grad(self) -> None:
         self._resting.grad = None
-
-    @property
-    def requires_grad(self) -> bool:
-        """Whether the parameter is trained; assigning reaches the resting parameter."""
-        return bool(_raw_requires_grad.__get__(self))
-
-    @requires_grad.setter
-    def requires_grad(self, value: bool) -> None:
-        _raw_requires_grad.__set__(self, value)
-        self._resting.requires_grad_(value)
 
     def requires_grad_(self, requires_grad: bool = True) -> WholeParameter:
         """Set ``requires_grad`` here and on the resting parameter."""
@@ -161,8 +163,11 @@ class NarrowParameter(WholeParameter):
     def __torch_function__(
         cls, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            args, kwargs = tree_map_only(NarrowParameter, lambda leaf: leaf.seen_by(func), (args, kwargs or {}))
+            # What `torch.compile` meets in a block goes past this; where it does not, the graph ends.
+            if not any_casts_down(func, args):
+                args, kwargs = tree_map_only(NarrowParameter, lambda leaf: leaf.seen_by(func), (args, kwargs))
             return func(*args, **kwargs)
 
 

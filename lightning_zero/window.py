@@ -603,6 +603,10 @@ class WindowedForward:
         """The module's own, which libraries read to see what a model accepts."""
         return inspect.signature(self._own())
 
+    # A compiler ends its graph here, says so where it may not, and begins another one inside.
+    @torch.compiler.disable(  # type: ignore[untyped-decorator]
+        recursive=False, reason="the weights of a block are gathered here; `fullgraph=True` is for single blocks"
+    )
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._window():
             return self._own()(*args, **kwargs)
