@@ -112,7 +112,7 @@ class WholeParameter(nn.Parameter):
     def grad(self) -> Tensor | None:
         """The resting parameter's gradient."""
         if CompileContext.try_get() is not None:
-            # A compiler looks at the gradient's dtype. Reading it may be a collective, and ranks compile when they like.
+            # A compiler looks at its dtype. Reading it may be a collective, and each rank compiles when it likes.
             return None
         return self._resting.grad
 
