@@ -28,9 +28,11 @@ from lightning_zero.placements import STAGES, Placements, StateBytes, stage_plac
 from lightning_zero.precision import Dtypes, PrecisionRecipe
 from lightning_zero.reducer import Reducer
 from lightning_zero.sharded_parameter import ShardedParameter
+from lightning_zero.unit import Unit
 from lightning_zero.units import NamedModules, UnitSpec, find_units
 from lightning_zero.whole_parameter import WholeParameter
-from lightning_zero.window import Unit, WindowedForward, Windows
+from lightning_zero.window import Windows
+from lightning_zero.windowed_forward import WindowedForward
 
 __all__ = ["AlreadyShardedError", "Engine", "engine_of", "no_sync", "planned_bytes", "shard", "unshard"]
 
@@ -423,10 +425,22 @@ def _drop_references(module: nn.Module) -> None:
         if isinstance(submodule, nn.RNNBase):
             # Weak ones, only to notice a replacement.
             submodule._flat_weight_refs = [None for _ in submodule._flat_weight_refs]
+            # User code calls it before a forward: it would lay raw memory out anew, which is the groups' own.
+            submodule.flatten_parameters = _stay_as_laid_out  # type: ignore[method-assign]
         for name, value in vars(submodule).items():
             # A weight that `nn.utils.weight_norm` computed; it does so before each forward.
             if isinstance(value, Tensor) and value.grad_fn is not None:
                 vars(submodule)[name] = value.detach()
+
+
+def _stay_as_laid_out() -> None:
+    """What ``flatten_parameters`` of a recurrent module does while its parameters are sharded."""
+
+
+def _flatten_again(module: nn.Module) -> None:
+    for submodule in module.modules():
+        if isinstance(submodule, nn.RNNBase):
+            vars(submodule).pop("flatten_parameters", None)
 
 
 _engines: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
@@ -546,6 +560,7 @@ def unshard(module: ModuleT, device: torch.device | None = None) -> ModuleT:
         device: where the whole parameters go, one group at a time; default: where the shards are.
     """
     _required_engine(module).release(device)
+    _flatten_again(module)
     del _engines[module]
     return module
 

@@ -15,8 +15,8 @@ from torch import nn
 from lightning_zero.engine import Engine
 from lightning_zero.param_group import ParamGroup
 from lightning_zero.sharded_parameter import ShardedParameter
+from lightning_zero.unit import Unit
 from lightning_zero.whole_parameter import WholeParameter
-from lightning_zero.window import Unit
 
 __all__ = ["gathered"]
 

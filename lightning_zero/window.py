@@ -10,14 +10,10 @@ again.
 
 from __future__ import annotations
 
-import copy
-import inspect
-import types
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,148 +21,15 @@ from torch import Tensor, nn
 from lightning_zero.flat_buffer import storage_id
 from lightning_zero.lockstep import Lockstep
 from lightning_zero.param_group import ParamGroup
+from lightning_zero.unit import Unit
 from lightning_zero.whole_parameter import ConcealedParameter, NarrowParameter, WholeParameter
 
-__all__ = ["ReplacedParameterError", "Unit", "Windows", "in_backward"]
-
-
-class ReplacedParameterError(RuntimeError):
-    """A module's parameter is no longer the one that was sharded."""
+__all__ = ["Windows", "in_backward"]
 
 
 def in_backward() -> bool:
     """Whether autograd runs a backward on this thread. Asked of autograd: a flag of ours would survive an exception."""
     return torch._C._current_graph_task_id() != -1
-
-
-@dataclass(frozen=True)
-class _Slot:
-    """One attribute of one module that holds a parameter; tied parameters have several."""
-
-    module: weakref.ref[nn.Module]
-    attribute: str
-    name: str
-    group: ParamGroup
-    index: int
-
-    def exchange(self, old: Tensor, new: Tensor) -> bool:
-        """Put ``new`` where ``old`` is; false if something else is there."""
-        module = self.module()
-        if module is None or module._parameters.get(self.attribute) is not old:
-            return False
-        module._parameters[self.attribute] = cast(nn.Parameter, new)
-        return True
-
-
-class Unit:
-    """The parameters that are whole together, and the attributes that hold them.
-
-    Args:
-        name: full name of the unit's (first) module.
-        groups: their state, by dtype and by trained or frozen.
-        is_root: whether this is the rest of the model, which stays whole from forward to backward.
-    """
-
-    def __init__(self, name: str, groups: Sequence[ParamGroup], is_root: bool = False) -> None:
-        self.name = name
-        self.groups = list(groups)
-        self.is_root = is_root
-        self.depth = 0
-        """How many of its forwards are running."""
-        self.swapped = False
-        """Whether module attributes are leaves."""
-        self._slots: list[_Slot] = []
-
-    def add_slot(self, module: nn.Module, attribute: str, name: str, group: ParamGroup, index: int) -> None:
-        """Let the window swap ``module.attribute``, whose full name is ``name``."""
-        self._slots.append(_Slot(weakref.ref(module), attribute, name, group, index))
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether all whole values are held and current."""
-        return all(group.is_whole for group in self.groups)
-
-    @property
-    def is_gathered(self) -> bool:
-        """As `is_whole`, or about to be."""
-        return all(group.is_gathered for group in self.groups)
-
-    @property
-    def numel_whole(self) -> int:
-        """Elements of whole buffers held now."""
-        return sum(group.layout.total for group in self.groups if group.whole is not None)
-
-    def unshard(self) -> None:
-        """Begin to gather; `wait` ends it."""
-        for group in self.groups:
-            group.unshard()
-
-    def serve(self, wanted: bool) -> None:
-        """Take part in a gather of all groups, and keep what comes if it is ``wanted`` here and not held already."""
-        for group in self.groups:
-            if wanted and not group.is_gathered:
-                group.unshard()
-            else:
-                group.serve()
-
-    def wait(self) -> None:
-        """Make whole values current."""
-        for group in self.groups:
-            group.wait()
-
-    def reshard(self) -> None:
-        """Let go of whole values that do not rest."""
-        for group in self.groups:
-            group.reshard()
-
-    def check(self) -> None:
-        """See that every attribute still holds the parameter that was sharded.
-
-        Raises:
-            ReplacedParameterError: one holds another parameter, or none.
-        """
-        for slot in self._slots:
-            module = slot.module()
-            if module is None:
-                continue
-            current: Tensor | None = module._parameters.get(slot.attribute)
-            known = current._resting if isinstance(current, WholeParameter) else current
-            replaced = isinstance(current, nn.Parameter) and known is not slot.group.parameters[slot.index]
-            if current is None or replaced:
-                raise ReplacedParameterError(
-                    f"`{slot.name}` was {'removed' if current is None else 'replaced'} after the model was sharded, so"
-                    " it would not be trained. Change the model in `configure_model`, or assign values in place:"
-                    f" `module.{slot.name}.data = value`."
-                )
-
-    def replace(self, group: ParamGroup, old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
-        """Let attributes that hold a parameter of ``group`` hold ``new`` where they hold ``old``."""
-        for slot in self._slots:
-            if slot.group is group:
-                slot.exchange(old[slot.index], new[slot.index])
-
-    def swap_in(self) -> None:
-        """Let module attributes be leaves. A foreign tensor, as `functional_call` sets it, stays."""
-        if self.swapped:
-            return
-        self.swapped = True
-        for group in self.groups:
-            group.in_window = True
-        for slot in self._slots:
-            leaf = slot.group.leaves[slot.index]
-            if slot.exchange(slot.group.parameters[slot.index], leaf):
-                leaf.follow_requires_grad()
-                slot.group.hook_gradients(slot.index)
-
-    def swap_out(self) -> None:
-        """Let module attributes be resting parameters again."""
-        if not self.swapped:
-            return
-        self.swapped = False
-        for group in self.groups:
-            group.in_window = False
-        for slot in self._slots:
-            slot.exchange(slot.group.leaves[slot.index], slot.group.parameters[slot.index])
 
 
 @dataclass(frozen=True)
@@ -181,9 +44,6 @@ class _PackedWeight:
     size: torch.Size
     stride: tuple[int, ...]
 
-
-_PATCHED = "_forward_before_sharding"
-"""Attribute of a module that keeps a forward that someone had put on the instance."""
 
 _PACKABLE = {Tensor, nn.Parameter, WholeParameter, NarrowParameter, ConcealedParameter}
 
@@ -572,59 +432,3 @@ def _packed(unit: Unit, group: ParamGroup, tensor: Tensor) -> _PackedWeight:
     offset = int(tensor.storage_offset())
     index = group.layout.tensor_at(offset)
     return _PackedWeight(unit, group, index, group.version(index), offset, tensor.shape, tensor.stride())
-
-
-class WindowedForward:
-    """A module's ``forward`` inside a window. It stands on the instance: names and classes stay as they are.
-
-    Args:
-        module: whose forward is wrapped.
-        window: makes the context of each call.
-    """
-
-    def __init__(self, module: nn.Module, window: Callable[[], AbstractContextManager[Any]]) -> None:
-        # Neither the module nor anything bound to it is held here: the module must be free to go.
-        self._module = weakref.ref(module)
-        self._window = window
-        self.__wrapped__ = type(module).forward
-        if "forward" in module.__dict__:
-            module.__dict__[_PATCHED] = module.__dict__["forward"]
-        module.__dict__["forward"] = self
-
-    def _own(self) -> Callable[..., Any]:
-        """The forward that someone put on the instance, else the class's."""
-        module = self._module()
-        assert module is not None
-        patched: Callable[..., Any] | None = module.__dict__.get(_PATCHED)
-        return types.MethodType(self.__wrapped__, module) if patched is None else patched
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        """The module's own, which libraries read to see what a model accepts."""
-        return inspect.signature(self._own())
-
-    # A compiler ends its graph here, says so where it may not, and begins another one inside.
-    @torch.compiler.disable(  # type: ignore[untyped-decorator]
-        recursive=False, reason="the weights of a block are gathered here; `fullgraph=True` is for single blocks"
-    )
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self._window():
-            return self._own()(*args, **kwargs)
-
-    def remove(self) -> None:
-        """Give the module its own forward back; who kept this one calls that through it."""
-        self._window = nullcontext
-        module = self._module()
-        if module is not None and module.__dict__.get("forward") is self:
-            del module.__dict__["forward"]
-            if _PATCHED in module.__dict__:
-                module.__dict__["forward"] = module.__dict__.pop(_PATCHED)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copied module shares no window: its forward is its own."""
-        original = self._module()
-        module = memo.get(id(original))
-        if original is None or module is None:
-            raise RuntimeError("A forward inside a window cannot be copied without its module. Copy the module.")
-        patched = original.__dict__.get(_PATCHED)
-        return types.MethodType(self.__wrapped__, module) if patched is None else copy.deepcopy(patched, memo)

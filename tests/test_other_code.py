@@ -264,3 +264,13 @@ def test_it_trains_as_in_one_plain_process(name: str, stage: int) -> None:
     (expected,) = run_ranks(1, on_rank, name, None, [0] if stateful else [0, 1])
     for result in run_ranks(WORLD_SIZE, on_rank, name, stage, [0] if stateful else None):
         torch.testing.assert_close(result, expected, rtol=0, atol=1e-10)
+
+
+def test_recurrent_weights_are_not_laid_out_anew_while_they_are_sharded() -> None:
+    """`flatten_parameters`, which forwards call for cuDNN, would ask for raw memory; later it is torch's again."""
+    model = nn.Sequential(nn.LSTM(3, 3), nn.Linear(3, 1))
+    lightning_zero.shard(model, stage=3)
+    assert type(model[0]).flatten_parameters is not model[0].flatten_parameters
+    model[0].flatten_parameters()
+    lightning_zero.unshard(model)
+    assert model[0].flatten_parameters.__func__ is nn.LSTM.flatten_parameters

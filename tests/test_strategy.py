@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader
 import lightning_zero
 from lightning_zero import PytorchLightningZeROStrategy, ZeROStrategy, host
 from lightning_zero.sharded_parameter import ShardedParameter
+from lightning_zero.unit import ReplacedParameterError
 from lightning_zero.units import UnknownUnitError
-from lightning_zero.window import ReplacedParameterError
 
 STAGES = (1, 2, 3)
 

@@ -170,6 +170,7 @@ class Recurrent(nn.Module):
 
     def forward(self, x, lengths):
         for layer in self.layers:
+            layer.flatten_parameters()
             packed, _ = layer(pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False))
             x, _ = pad_packed_sequence(packed, batch_first=True, total_length=x.shape[1])
         return x
