@@ -36,8 +36,8 @@ _NARROW_FUNCTIONS = {
 def is_multiplied(module: nn.Module, attribute: str, parameter: Tensor) -> bool:
     """Whether ``module`` uses its ``attribute`` in products alone, as far as its class tells.
 
-    A stack of matrices, as mixtures keep their experts, counts. Unknown modules' matrices do not: one that is added or
-    looked up would come out rounded.
+    The stacks of matrices in which transformers keeps the experts of a mixture count. Unknown modules' matrices do not:
+    one that is added or looked up would come out rounded.
     """
     kind = type(module)
     if any(isinstance(module, known) and kind.forward is known.forward for known in _PRODUCTS):
@@ -46,7 +46,9 @@ def is_multiplied(module: nn.Module, attribute: str, parameter: Tensor) -> bool:
         return attribute.endswith(("proj_weight", "proj_bias"))
     if (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D"):
         return True
-    return parameter.ndim == 3 and min(parameter.shape) > 1 and not kind.__module__.startswith("torch.")
+    return (
+        kind.__module__.startswith("transformers.models.") and kind.__name__.endswith("Experts") and parameter.ndim == 3
+    )
 
 
 def casts_down(func: Any, device: torch.device) -> bool:

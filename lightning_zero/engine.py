@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import fields
 from typing import Any, TypeVar
 
@@ -30,8 +30,9 @@ from lightning_zero.reducer import Reducer
 from lightning_zero.sharded_parameter import ShardedParameter
 from lightning_zero.unit import Unit
 from lightning_zero.units import NamedModules, UnitSpec, find_units
+from lightning_zero.watch import CollectiveFailedError
 from lightning_zero.whole_parameter import WholeParameter
-from lightning_zero.window import Windows
+from lightning_zero.window import Windows, in_backward
 from lightning_zero.windowed_forward import WindowedForward
 
 __all__ = ["AlreadyShardedError", "Engine", "engine_of", "no_sync", "planned_bytes", "shard", "unshard"]
@@ -81,6 +82,7 @@ class Engine(GroupObserver):
         self.has_steps = False
         """Whether someone marks training steps, as a Trainer does; else each training forward is one."""
         self.abandoned = False
+        self._may_write = False
         plan = find_units(module, units)
         _drop_references(module)
         with torch.inference_mode(False), torch.no_grad():
@@ -206,11 +208,12 @@ class Engine(GroupObserver):
     @contextmanager
     def training_step(self) -> Iterator[None]:
         """A `step` that a backward follows, on all ranks: rank 0's buffers come first."""
-        if not self.placements.keeps_whole_parameters:
+        if not self.windows.all_gathered:
             self.meet("training step")
         with self.windows.training(), self.step():
             self.share_buffers()
             yield
+        self._may_write = False
         # Data parallelism sends no buffers after a forward whose gradients wait.
         self._buffers_differ = not self.reducer.accumulating
 
@@ -255,6 +258,12 @@ class Engine(GroupObserver):
 
     # GroupObserver
 
+    def before_write(self, group: ParamGroup) -> None:
+        """A resting parameter of ``group`` is about to be written, on all ranks: none may still need the old values."""
+        if not (self._may_write or self.placements.keeps_whole_parameters or in_backward()):
+            self._may_write = True
+            self.meet("write")
+
     def needed(self, group: ParamGroup) -> None:
         """Whole values of ``group`` are read at rest."""
         self.windows.needed(group)
@@ -288,6 +297,7 @@ class Engine(GroupObserver):
 
     def after_optimizer_step(self) -> None:
         """Begin to gather what the step made stale: the next forward needs it soon."""
+        self._may_write = False
         if self.lockstep.asked:
             self.meet("optimizer step")
         self.windows.refresh()
@@ -313,8 +323,9 @@ class Engine(GroupObserver):
         self._remove_windows()
 
     def _dissolve(self) -> None:
-        self.finish_transfers()
         self.collectives.watch.stop()
+        with suppress(CollectiveFailedError):  # nobody is left to receive this rank's part
+            self.finish_transfers()
         for group in self.groups:
             group.observer = GroupObserver()
         for collection in (self.groups, self.units, self._forwards, self._held):

@@ -6,6 +6,7 @@ with gathered(model, writeback=True):    and what rank 0 writes into them stays
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
@@ -81,6 +82,7 @@ class _MainCopies:
     def __init__(self, unit: Unit, group: ParamGroup) -> None:
         self.group = group
         self._unit = unit
+        _open_copies[group] = self
         main = group.whole_main_weight()
         self._whole = main.clone() if main is group.main_weight else main
         self._leaves = group.leaves_over(self._whole)
@@ -93,15 +95,40 @@ class _MainCopies:
 
     def write_back(self) -> None:
         self.group.store(self.group.collectives.broadcast(self._whole, "writeback"))
+        self._versions = [leaf._version for leaf in self._leaves]
 
     def restore(self) -> None:
         """The copy goes, and with it what was written."""
 
     def close(self) -> None:
+        del _open_copies[self.group]
         self._unit.replace(self.group, self._leaves, self.group.leaves)
 
 
+class _OpenAlready(_Leaves):
+    """A group whose copies a `gathered` around this one has put there: they are what user code meets here too."""
+
+    def __init__(self, copies: _MainCopies) -> None:
+        self.group = copies.group
+        self._copies = copies
+        self._before = copies._whole.clone()
+
+    def written_names(self) -> list[str]:
+        return self._copies.written_names()
+
+    def write_back(self) -> None:
+        self._copies.write_back()
+
+    def restore(self) -> None:
+        self._copies._whole.copy_(self._before)
+
+
+_open_copies: weakref.WeakKeyDictionary[ParamGroup, _MainCopies] = weakref.WeakKeyDictionary()
+
+
 def _open(unit: Unit, group: ParamGroup) -> _Leaves | _MainCopies:
+    if group in _open_copies:
+        return _OpenAlready(_open_copies[group])
     return (_Leaves if group.model_dtype == group.main_dtype else _MainCopies)(unit, group)
 
 

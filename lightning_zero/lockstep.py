@@ -32,6 +32,7 @@ PLACES = {
     "gathered": "the beginning of `lightning_zero.gathered`",
     "batch": "the beginning of a training batch",
     "training step": "the beginning of a training step",
+    "write": "the first write to a weight after a training step",
     "optimizer step": "the end of an optimizer step",
     "evaluation": "the beginning of validation or test",
     "evaluation end": "the end of an evaluation",
@@ -67,6 +68,7 @@ class _Numbers:
     def __init__(self) -> None:
         self.units: dict[int, weakref.ref[Servable]] = {}
         self.modules = 0
+        self.asked = False
 
 
 class Lockstep:
@@ -86,8 +88,11 @@ class Lockstep:
         self._shared.units.update({number: weakref.ref(unit) for unit, number in self._number.items()})
         self._first_place = _FIRST_PLACE + self._shared.modules * len(PLACES)
         self._shared.modules += 1
-        self.asked = False
-        """Whether this rank asked, or served, since its last meeting."""
+
+    @property
+    def asked(self) -> bool:
+        """Whether this rank asked, or served, since its last meeting, for whichever module."""
+        return self._shared.asked
 
     def ask(self, unit: Servable) -> None:
         """Begin to gather ``unit``, after what other ranks need before it."""
@@ -111,7 +116,7 @@ class Lockstep:
             if lowest >= _FIRST_PLACE:
                 break
             self._serve(lowest, wanted=False)
-        self.asked = False
+        self._shared.asked = False
         if lowest != highest:
             other = lowest if lowest != number else highest
             raise RanksDifferError(
@@ -126,7 +131,7 @@ class Lockstep:
         return PLACES[_NAMES[(number - _FIRST_PLACE) % len(PLACES)]] if number >= _FIRST_PLACE else "a forward"
 
     def _serve(self, number: int, wanted: bool) -> None:
-        self.asked = True
+        self._shared.asked = True
         unit = self._shared.units[number]()
         assert unit is not None, "a unit that another rank still needs is gone here"
         unit.serve(wanted)

@@ -50,6 +50,9 @@ class GroupObserver:
         """Context of one operation on resting parameters."""
         return nullcontext()
 
+    def before_write(self, group: ParamGroup) -> None:
+        """A fragment is about to change."""
+
     def went_stale(self, group: ParamGroup) -> None:
         """A fragment changed, so whole values are out of date."""
 
@@ -366,7 +369,7 @@ class ParamGroup:
             leaf = WholeParameter.of(parameter, i, self.main_dtype, counts_data_writes=True)
             leaf.point_to(self.partition.view(whole, i))
             if leaf.requires_grad:
-                self._bring_gradients(leaf, i)
+                self._bring_gradients(leaf, i)  # its hook goes with it
             leaves.append(leaf)
         return leaves
 
@@ -421,6 +424,7 @@ class ParamGroup:
 
     def before_write(self) -> None:
         """A gather under way still reads the main weights; earlier writes into whole weights come first."""
+        self.observer.before_write(self)
         self.finish_gather()
         self.keep_writes()
 
@@ -450,14 +454,13 @@ class ParamGroup:
         if self._accumulators[index] or not parameter.requires_grad:
             return
         self.leaves[index].follow_requires_grad()
-        for holder in (self.leaves[index], parameter):
-            self._bring_gradients(holder, index)
+        self._arrivals += [self._bring_gradients(holder, index) for holder in (self.leaves[index], parameter)]
         with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
             self._accumulators[index] = [
                 torch.autograd.graph.get_gradient_edge(holder).node for holder in (self.leaves[index], parameter)
             ]
 
-    def _bring_gradients(self, holder: Tensor, index: int) -> None:
+    def _bring_gradients(self, holder: Tensor, index: int) -> RemovableHandle:
         me = weakref.ref(self)
 
         def arrive(holder: Tensor) -> None:
@@ -465,7 +468,7 @@ class ParamGroup:
             if group is not None:
                 group._arrive(index, holder)
 
-        self._arrivals.append(torch.Tensor.register_post_accumulate_grad_hook(holder, arrive))
+        return cast(RemovableHandle, torch.Tensor.register_post_accumulate_grad_hook(holder, arrive))
 
     def _arrive(self, index: int, holder: Tensor) -> None:
         with torch._C.DisableTorchFunctionSubclass():
@@ -522,13 +525,14 @@ class ParamGroup:
     # The way back
 
     def release(self, whole: Tensor) -> None:
-        """Make the parameters plain, with the values of ``whole``, shape (layout.total,), main dtype."""
+        """Make the parameters plain, in the dtype they were built in, with the values of ``whole``, (layout.total,)."""
         # Their nodes refer to the parameters, and torch exchanges no tensor that something in C++ refers to.
         self._accumulators = [[] for _ in self.leaves]
         for handle in self._arrivals:
             handle.remove()
         for i, parameter in enumerate(self.parameters):
-            plain = nn.Parameter(self.partition.view(whole, i).detach().clone(), requires_grad=parameter.requires_grad)
+            value = self.partition.view(whole, i).detach().to(self.dtypes.own, copy=True)
+            plain = nn.Parameter(value, requires_grad=parameter.requires_grad)
             plain.__dict__.update({key: v for key, v in parameter.__dict__.items() if key not in _OWN_ATTRIBUTES})
             self._hooks[i].give_back(plain)
             _exchange(self.names[i], parameter, plain)

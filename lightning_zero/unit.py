@@ -86,9 +86,9 @@ class Unit:
             group.unshard()
 
     def serve(self, wanted: bool) -> None:
-        """Take part in a gather of all groups, and keep what comes if it is ``wanted`` here and not held already."""
+        """Take part in a gather of all groups; keep what comes if it is ``wanted`` here, or rests here, and is due."""
         for group in self.groups:
-            if wanted and not group.is_gathered:
+            if (wanted or group.placements.keeps_whole_parameters) and not group.is_gathered:
                 group.unshard()
             else:
                 group.serve()

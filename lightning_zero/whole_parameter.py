@@ -28,14 +28,20 @@ from lightning_zero.sharded_parameter import (
     writes_in_place,
 )
 
-__all__ = ["ConcealedParameter", "NarrowParameter", "WholeParameter"]
+__all__ = ["ConcealedParameter", "NarrowParameter", "WholeParameter", "stored_dtype"]
 
 # Torch's own attributes, past the properties below.
 _raw_data = cast(Any, torch.Tensor.data)
 _raw_requires_grad = cast(Any, torch.Tensor.requires_grad)
+_raw_dtype = cast(Any, torch.Tensor.dtype)
 
 # A widened value has memory for the moment of the call.
 _MEMORY_REQUESTS = {torch.Tensor.untyped_storage, torch.Tensor.data_ptr}
+
+
+def stored_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype of what ``tensor`` holds; a narrow leaf tells another one."""
+    return cast(torch.dtype, _raw_dtype.__get__(tensor))
 
 
 class WholeParameter(nn.Parameter):
@@ -96,11 +102,15 @@ class WholeParameter(nn.Parameter):
 
     def seen_by(self, func: Any) -> Tensor:
         """What ``func``, a function of torch, takes in place of this leaf: the leaf, or its value widened."""
-        if self.dtype == self._expected or casts_down(func, self.device):
+        if self._is_exact or casts_down(func, self.device):
             return self
         if reads_metadata(func) or writes_in_place(func) or func in GRADIENT_REQUESTS or func in _MEMORY_REQUESTS:
             return self
         return self.to(self._expected)
+
+    @property
+    def _is_exact(self) -> bool:
+        return stored_dtype(self) == self._expected
 
     def follow_requires_grad(self) -> None:
         """Take ``requires_grad`` from the resting parameter."""
@@ -156,14 +166,44 @@ class WholeParameter(nn.Parameter):
         return plain.__reduce_ex__(protocol)
 
 
+def _handles_state(func: Any) -> bool:
+    """Whether ``func`` copies values or writes them, in place of computing: a narrow leaf has not all their digits."""
+    return func is torch.Tensor.detach or func is torch.Tensor.clone or writes_in_place(func)
+
+
 class NarrowParameter(WholeParameter):
-    """A leaf in autocast's dtype, of which code expects another one."""
+    """A leaf in autocast's dtype, of which code expects another one.
+
+    Autocast's functions take it as it is, others its value widened. What copies or writes meets the resting parameter.
+    """
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the code expects."""
+        return stored_dtype(self) if CompileContext.try_get() is not None else self._expected
+
+    @property
+    def data(self) -> Tensor:
+        """The resting parameter's value."""
+        return self._resting.data
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        self._resting.data = value
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        copied = nn.Parameter(self._resting.detach().clone(), requires_grad=self.requires_grad)
+        memo[id(self)] = copied
+        return copied
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if _handles_state(func):
+            args, kwargs = tree_map_only(NarrowParameter, lambda leaf: leaf._resting, (args, kwargs))
+            return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             # What `torch.compile` meets in a block goes past this; where it does not, the graph ends.
             if not any_casts_down(func, args):
@@ -175,8 +215,15 @@ class ConcealedParameter(WholeParameter):
     """A leaf whose buffer may be gone: any use of its value opens the window first."""
 
     @property
+    def dtype(self) -> torch.dtype:
+        """What the code expects."""
+        return self._expected
+
+    @property
     def data(self) -> Tensor:
         """The whole value without gradient, after the window has opened."""
+        if not self._is_exact:
+            return self._resting.data
         _open(self, torch.Tensor.detach)
         return cast(Tensor, cast(Any, WholeParameter.data).__get__(self))
 
@@ -195,7 +242,13 @@ class ConcealedParameter(WholeParameter):
         if func is not torch.Tensor.detach and reads_metadata(func):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        first = next(item for item in tree_leaves((args, kwargs)) if isinstance(item, ConcealedParameter))
+        if _handles_state(func):
+            args, kwargs = tree_map_only(
+                ConcealedParameter, lambda leaf: leaf if leaf._is_exact else leaf._resting, (args, kwargs)
+            )
+        first = next((item for item in tree_leaves((args, kwargs)) if isinstance(item, ConcealedParameter)), None)
+        if first is None:
+            return func(*args, **kwargs)
         with _owner(first).operating(), torch._C.DisableTorchFunctionSubclass():
             args, kwargs = tree_map_only(ConcealedParameter, lambda leaf: _open(leaf, func), (args, kwargs))
             return func(*args, **kwargs)

@@ -22,7 +22,7 @@ from lightning_zero.flat_buffer import storage_id
 from lightning_zero.lockstep import Lockstep
 from lightning_zero.param_group import ParamGroup
 from lightning_zero.unit import Unit
-from lightning_zero.whole_parameter import ConcealedParameter, NarrowParameter, WholeParameter
+from lightning_zero.whole_parameter import ConcealedParameter, NarrowParameter, WholeParameter, stored_dtype
 
 __all__ = ["Windows", "in_backward"]
 
@@ -126,7 +126,8 @@ class Windows:
             self._let_go()
             for unit in (self.root, *self.units):
                 unit.check()
-            if self._flows or not self._packs:
+            if self._flows:
+                self._flow()
                 self.refresh()
         self._steps += 1
         try:
@@ -152,6 +153,11 @@ class Windows:
         if in_backward():
             return self._graph_flows
         return self._training > 0 and torch.is_grad_enabled()
+
+    @property
+    def all_gathered(self) -> bool:
+        """Whether everything is whole, or about to be."""
+        return all(unit.is_gathered for unit in (self.root, *self.units))
 
     @property
     def in_step(self) -> bool:
@@ -345,7 +351,12 @@ class Windows:
                 self._lockstep.ask(unit)
         elif not unit.is_whole:
             # Ranks may differ in which unit they need next; where all of them rest, all are gathered together.
-            self.refresh()
+            if self._flows:
+                self._flow()
+                self.refresh()
+            for each in (self.root, *self.units):
+                if not each.is_gathered:
+                    self._lockstep.ask(each)
 
     def unit_of(self, group: ParamGroup) -> Unit:
         """The unit that ``group`` belongs to."""
@@ -373,8 +384,9 @@ class Windows:
             self._lockstep.meet("training step")
 
     def pause(self) -> None:
-        """Let go of what may be whole on this rank alone, before all ranks go on together."""
+        """Let go of what may be whole on this rank alone, and of what it alone expects, before all go on together."""
         self._let_go()
+        self._order[False] = _Order()
 
     def agree_on_root(self, all_hold: bool) -> None:
         """Let go of the root where some rank does not hold it, unless it is in use."""
@@ -395,7 +407,11 @@ class Windows:
             return tensor
         group = self._held.get(storage_id(tensor))
         # A place has no room for the bits of a lazy conjugate or negation.
-        if group is not None and group.model_dtype is tensor.dtype and not (tensor.is_conj() or tensor.is_neg()):
+        if (
+            group is not None
+            and group.model_dtype is stored_dtype(tensor)
+            and not (tensor.is_conj() or tensor.is_neg())
+        ):
             return _packed(self._unit_of[group], group, tensor)
         # Hooks hide in-place changes from autograd's own check.
         return tensor, 0 if tensor.is_inference() else tensor._version

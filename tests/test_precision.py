@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from lightning_zero.autocast import is_multiplied
 from lightning_zero.precision import RECIPES, Dtypes, PrecisionRecipe
@@ -97,11 +98,14 @@ def test_a_linear_that_computes_in_its_own_way_is_none():
     assert not is_multiplied(module, "weight", module.weight)
 
 
-@pytest.mark.parametrize("shape, is_stack", [((4, 3, 5), True), ((1, 3, 5), False), ((3, 5), False), ((5,), False)])
-def test_a_stack_of_matrices_is_a_product(shape, is_stack):
-    """Experts; not a table of positions, which is added."""
+def test_experts_of_transformers_are_products_and_unknown_stacks_are_not():
+    """A table of positions, or a codebook, is looked up."""
 
-    class Experts(nn.Module):
+    class Codebooks(nn.Module):
         pass
 
-    assert is_multiplied(Experts(), "up", torch.empty(shape)) is is_stack
+    with torch.device("meta"):
+        config = MixtralConfig(hidden_size=64, intermediate_size=8, num_hidden_layers=1, num_local_experts=4)
+        experts = MixtralForCausalLM(config).model.layers[0].mlp.experts
+    assert is_multiplied(experts, "gate_up_proj", experts.gate_up_proj)
+    assert not is_multiplied(Codebooks(), "books", torch.empty(4, 3, 5))

@@ -239,7 +239,15 @@ def test_generation_ends_at_different_lengths_in_any_hook(stage: int, hook: str)
 
 
 @pytest.mark.parametrize(
-    "hook", ["validation_step", "on_train_batch_end", "on_validation_epoch_end", "on_train_batch_start"]
+    "hook",
+    [
+        "validation_step",
+        "on_validation_epoch_end",
+        "on_train_batch_start",
+        "on_train_batch_end",
+        "on_after_backward",
+        "on_before_optimizer_step",
+    ],
 )
 def test_generation_on_rank_zero_alone(hook: str) -> None:
     """As to log a sample: the other rank serves from wherever it waits next."""
@@ -396,3 +404,88 @@ def test_a_gradient_that_recomputation_brings_on_one_rank_alone(stage: int) -> N
     """
     for grad in run_ranks(2, _recomputed_alone, stage):
         assert torch.equal(grad, torch.full((5, 5), 5.0))
+
+
+def _samples_then_writes(rank: int, stage: int) -> Any:
+    model = lightning_zero.shard(network(), stage=stage)
+    x, samples = torch.ones(2, 3), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+        if rank == 0:
+            with torch.no_grad():
+                samples.append(model(x))
+                time.sleep(0.2)  # the other rank would be far ahead
+                samples.append(model(x))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+        if rank == 0:
+            with torch.no_grad():
+                samples.append(model(x))
+    lightning_zero.unshard(model)
+    return samples
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_sample_on_rank_zero_sees_the_weights_of_its_time(stage: int) -> None:
+    """All ranks write weights after it, and before the next one: no rank may write while another still needs the old
+    values, nor wait for the others with new ones."""
+    plain, expected = network(), []
+    x, optimizer = torch.ones(2, 3), torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        plain(x).sum().backward()
+        optimizer.step()
+        expected += [plain(x), plain(x)]
+        with torch.no_grad():
+            for parameter in plain.parameters():
+                parameter.mul_(0.5)
+        expected.append(plain(x))
+    samples, nothing = run_ranks(2, _samples_then_writes, stage)
+    assert nothing == []
+    for sample, value in zip(samples, expected, strict=True):
+        assert torch.allclose(sample, value, rtol=0, atol=1e-6)
+
+
+def _unequal_then_equal(rank: int, stage: int) -> float:
+    model = lightning_zero.shard(network(), stage=stage)
+    engine = engine_of(model)
+    assert engine is not None
+    x = torch.ones(2, 3)
+    with torch.no_grad():
+        for _ in range(1 if rank == 0 else 3):
+            model(x)
+        engine.meet("barrier")
+        out = model(x).sum()
+    torch.distributed.all_reduce(out)  # the user's own, after an equal number of forwards
+    return out.item()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_ranks_did_before_a_meeting_asks_for_nothing_after_it(stage: int) -> None:
+    """Else one rank would ask ahead for a block that nobody needs, while the other is at a collective of the user."""
+    expected = 2 * network()(torch.ones(2, 3)).sum().item()
+    assert run_ranks(2, _unequal_then_equal, stage) == pytest.approx([expected] * 2, abs=1e-5)
+
+
+def _two_modules(rank: int, stage: int) -> bool:
+    a, b = (lightning_zero.shard(network(), stage=stage) for _ in range(2))
+    optimizer = torch.optim.SGD([*a.parameters(), *b.parameters()], lr=0.1)
+    x = torch.ones(2, 3)
+    for _ in range(2):
+        if rank == 0:
+            with torch.no_grad():
+                a(x)
+        optimizer.zero_grad()
+        b(x).sum().backward()
+        optimizer.step()
+    return True
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_sample_of_one_module_before_a_step_of_another(stage: int) -> None:
+    """Ranks meet for all modules of their group."""
+    assert run_ranks(2, _two_modules, stage) == [True, True]

@@ -103,8 +103,8 @@ def expected(stage, micro_batches, sizes, reduce_itemsize=4):
     gathers = {0: 0, 1: trained_groups, 2: trained_groups, 3: micro_batches * (2 * unit_groups + root_groups)}[stage]
     # What will come and what came: a byte a parameter, and 8 for the path. An all-reduce sends twice.
     flags = 2 * (2 * sum(parameters for *_, parameters, _ in sizes) + 8) * backwards
-    # At stage 3 the ranks meet before each training step: three numbers of 8 bytes.
-    meetings = micro_batches if stage == 3 else 0
+    # At stage 3 the ranks meet before each training step and before the first write: three numbers of 8 bytes.
+    meetings = micro_batches + 1 if stage == 3 else 0
     calls = {
         "gather": gathers,
         "reduce": trained_groups * backwards,
