@@ -7,6 +7,7 @@ A wait that fails raises with the same words, so a time limit of the process gro
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -22,6 +23,8 @@ PATIENCE = 60.0
 
 MOST_RANKS = 8
 """How many other ranks a report describes."""
+
+_numbers = itertools.count()
 
 _log = logging.getLogger("lightning_zero")
 
@@ -44,6 +47,8 @@ class Watch:
         self._rank = rank
         self._world_size = world_size
         self._store = store
+        # Modules are sharded in one order on all ranks: each has lines of its own.
+        self._key = f"lightning_zero/{next(_numbers)}"
         self._patience = PATIENCE if patience is None else patience
         self._stack: list[tuple[str, float]] = []
         self._last = ("nothing yet", time.monotonic())
@@ -73,7 +78,7 @@ class Watch:
         while not self._stopped.wait(self._patience / 4):
             try:
                 if self._store is not None:
-                    self._store.set(f"lightning_zero/{self._rank}", self.line)
+                    self._store.set(f"{self._key}/{self._rank}", self.line)
                 since = self._stack[-1][1] if self._stack else time.monotonic()
                 if since != reported and time.monotonic() - since > self._patience:
                     reported = since
@@ -88,7 +93,7 @@ class Watch:
             return ""
         lines = []
         for rank in [rank for rank in range(self._world_size) if rank != self._rank][:MOST_RANKS]:
-            key = f"lightning_zero/{rank}"
+            key = f"{self._key}/{rank}"
             lines.append(f"rank {rank} {self._store.get(key).decode() if self._store.check([key]) else 'said nothing'}")
         return "Other ranks: " + "; ".join(lines) + "."
 
