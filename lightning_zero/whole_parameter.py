@@ -185,6 +185,8 @@ class NarrowParameter(WholeParameter):
     @property
     def data(self) -> Tensor:
         """The resting parameter's value."""
+        if not torch._C._is_torch_function_enabled():  # a compiled graph looks at what it computes with
+            return cast(Tensor, _raw_data.__get__(self))
         return self._resting.data
 
     @data.setter
@@ -201,13 +203,15 @@ class NarrowParameter(WholeParameter):
         cls, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            # What `torch.compile` meets in a block ends here; where it does not, the graph ends.
+            if any_casts_down(func, args):
+                return func(*args, **kwargs)
         if _handles_state(func):
             args, kwargs = tree_map_only(NarrowParameter, lambda leaf: leaf._resting, (args, kwargs))
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
-            # What `torch.compile` meets in a block goes past this; where it does not, the graph ends.
-            if not any_casts_down(func, args):
-                args, kwargs = tree_map_only(NarrowParameter, lambda leaf: leaf.seen_by(func), (args, kwargs))
+            args, kwargs = tree_map_only(NarrowParameter, lambda leaf: leaf.seen_by(func), (args, kwargs))
             return func(*args, **kwargs)
 
 
