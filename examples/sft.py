@@ -421,7 +421,7 @@ def parse_args(
         "--devices", type=positive, default=argparse.SUPPRESS, help="processes (default: all GPUs, or 2)"
     )
     parser.add_argument("--accelerator", choices=("cpu", "gpu"), default=accelerator, help="device of a process")
-    precisions = ("32-true", "bf16-mixed", "16-mixed", "bf16-true")
+    precisions = ("32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
     parser.add_argument("--precision", choices=precisions, default="32-true", help="Lightning precision")
     parser.add_argument("--max-steps", type=positive, default=24, help="optimizer steps")
     parser.add_argument("--seq-len", type=positive, default=128, help="most tokens of a chat")
