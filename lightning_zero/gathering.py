@@ -86,16 +86,22 @@ class _MainCopies:
         main = group.whole_main_weight()
         self._whole = main.clone() if main is group.main_weight else main
         self._leaves = group.leaves_over(self._whole)
-        self._versions = [leaf._version for leaf in self._leaves]
+        self._versions = self.versions()
         unit.replace(group, group.leaves, self._leaves)
 
+    def versions(self) -> list[int]:
+        return [leaf._version for leaf in self._leaves]
+
     def written_names(self) -> list[str]:
-        changed = zip(self.group.names, self._leaves, self._versions, strict=True)
-        return [name for name, leaf, version in changed if leaf._version != version]
+        return self.written_since(self._versions)
+
+    def written_since(self, versions: Sequence[int]) -> list[str]:
+        changed = zip(self.group.names, self.versions(), versions, strict=True)
+        return [name for name, now, before in changed if now != before]
 
     def write_back(self) -> None:
         self.group.store(self.group.collectives.broadcast(self._whole, "writeback"))
-        self._versions = [leaf._version for leaf in self._leaves]
+        self._versions = self.versions()
 
     def restore(self) -> None:
         """The copy goes, and with it what was written."""
@@ -112,9 +118,11 @@ class _OpenAlready(_Leaves):
         self.group = copies.group
         self._copies = copies
         self._before = copies._whole.clone()
+        self._versions = copies.versions()
 
     def written_names(self) -> list[str]:
-        return self._copies.written_names()
+        # What the outer one may keep was written before this one opened.
+        return self._copies.written_since(self._versions)
 
     def write_back(self) -> None:
         self._copies.write_back()

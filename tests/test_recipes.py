@@ -515,3 +515,20 @@ def test_gathered_inside_gathered_writes_back(stage: int) -> None:
     """Rank 0's values, and the outer one, which keeps nothing, finds nothing written."""
     for weight in run_ranks(2, _nested, stage):
         assert torch.equal(weight, torch.ones(3, 3))
+
+
+def _read_in_a_write(rank: int, stage: int) -> Any:
+    model = lightning_zero.shard(nn.Sequential(nn.Linear(3, 3)), stage=stage, precision=RECIPES["bf16-mixed"])
+    with lightning_zero.gathered(model, writeback=True), torch.no_grad():
+        model[0].weight.fill_(1 + rank)
+        with lightning_zero.gathered(model):
+            seen = model[0].weight.detach().clone()
+    return seen, model[0].weight.detach().whole()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_reading_inside_a_gathered_that_writes_refuses_nothing(stage: int) -> None:
+    """What was written before the inner one opened is the outer one's to keep."""
+    for rank, (seen, weight) in enumerate(run_ranks(2, _read_in_a_write, stage)):
+        assert torch.equal(seen, torch.full((3, 3), 1.0 + rank))
+        assert torch.equal(weight, torch.ones(3, 3))
