@@ -44,6 +44,11 @@ class Pending:
         self._works = works
         self._finish = finish
 
+    @classmethod
+    def on_stream(cls, result: Tensor) -> Pending:
+        """Work on the current stream whose ``result`` the stream that waits needs."""
+        return cls([_OnStream(result.device)] if result.is_cuda else ())
+
     def wait(self) -> None:
         """Wait once; later calls return at once. References to the tensors are dropped here."""
         for work in self._works:
@@ -51,6 +56,18 @@ class Pending:
         finish, self._works, self._finish = self._finish, (), None
         if finish is not None:
             finish()
+
+
+class _OnStream:
+    """What the current CUDA stream does so far."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._event = torch.cuda.current_stream(device).record_event()
+
+    def wait(self) -> None:
+        """Have the stream that is current now wait for it."""
+        torch.cuda.current_stream(self._device).wait_event(self._event)
 
 
 class Collectives:

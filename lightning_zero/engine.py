@@ -7,11 +7,13 @@ unshard(model)              an ordinary model again
 from __future__ import annotations
 
 import atexit
+import os
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import fields
-from typing import Any, TypeVar
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,7 +24,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from lightning_zero.autocast import is_multiplied
 from lightning_zero.collectives import Collectives
 from lightning_zero.flat_buffer import BufferPool
+from lightning_zero.lane import Background, Lane
 from lightning_zero.lockstep import FLOWING, Lockstep
+from lightning_zero.offload import OffloadError, OffloadTarget, offload_target
+from lightning_zero.offload_plan import ask_for_fused, moments_of, offloaded_units, require_room
 from lightning_zero.param_group import GroupObserver, ParamGroup
 from lightning_zero.placements import STAGES, Placements, StateBytes, stage_placements
 from lightning_zero.precision import Dtypes, PrecisionRecipe
@@ -35,9 +40,25 @@ from lightning_zero.whole_parameter import WholeParameter
 from lightning_zero.window import Windows, in_backward
 from lightning_zero.windowed_forward import WindowedForward
 
-__all__ = ["AlreadyShardedError", "Engine", "engine_of", "no_sync", "planned_bytes", "shard", "unshard"]
+__all__ = [
+    "AlreadyShardedError",
+    "Engine",
+    "MovedBytes",
+    "Where",
+    "checked_offload",
+    "engine_of",
+    "moved_bytes",
+    "no_sync",
+    "planned_bytes",
+    "shard",
+    "unshard",
+]
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+Where = Literal["everywhere", "device", "offloaded"]
+
+_PLACE = {False: "device", True: "offloaded"}
 
 OWN_GROUP_SHARE = 1 / 4
 """A root parameter that holds this part of the root, as an embedding or a head does, is a group of its own: its
@@ -60,6 +81,11 @@ class Engine(GroupObserver):
         recipe: dtypes.
         units: which submodules are units; see `find_units`.
         collectives: of the ranks that share the state.
+        offload: where state rests off the device, if it does.
+        local_ranks: ranks on this host.
+
+    Raises:
+        OffloadError: there is no room for what is offloaded.
     """
 
     def __init__(
@@ -69,12 +95,14 @@ class Engine(GroupObserver):
         recipe: PrecisionRecipe,
         units: UnitSpec | None,
         collectives: Collectives,
+        offload: OffloadTarget | None = None,
+        local_ranks: int = 1,
     ) -> None:
         self._module = weakref.ref(module)
         self.collectives = collectives
-        # Alone there is nothing to share: every state rests whole, and no stage differs.
         self.stage_placements = placements
-        self.placements = placements if collectives.world_size > 1 else STAGES[0]
+        self.placements = placements if collectives.world_size > 1 else _alone(placements, offload)
+        self.offload = offload
         self.pool = BufferPool(collectives.device)
         self._held: dict[int, ParamGroup] = {}
         self._recipe = recipe
@@ -85,9 +113,19 @@ class Engine(GroupObserver):
         self._may_write = False
         plan = find_units(module, units)
         _drop_references(module)
+        holders = _holders_of_parameters(module)
+        homes = _homes(holders, plan)
+        self._local_ranks = local_ranks
+        self._offloaded: set[int | None] = set()
+        self.background: Background | None = None
+        """What works on offloaded state, and counts what moves."""
+        self._known_optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        if offload is not None:
+            self._offloaded = self._choose_offloaded(offload, holders, homes, len(plan), local_ranks)
+            self.background = Background(offload, collectives.device)
         with torch.inference_mode(False), torch.no_grad():
             self._adopt_buffers(module)
-            self.root, self.units = self._build_units(module, plan)
+            self.root, self.units = self._build_units(holders, homes, plan)
         self.groups = [group for unit in (self.root, *self.units) for group in unit.groups]
         self.reducer = Reducer(
             self.groups, collectives, self._forward_order, lambda: self.windows.path, self._end_backward
@@ -125,32 +163,66 @@ class Engine(GroupObserver):
                     adopted[buffer] = value
                 submodule._buffers[name] = adopted[buffer]
 
-    def _build_units(self, module: nn.Module, plan: Sequence[NamedModules]) -> tuple[Unit, list[Unit]]:
-        holders = _holders_of_parameters(module)
+    def _choose_offloaded(
+        self,
+        target: OffloadTarget,
+        holders: _Holders,
+        homes: dict[Tensor, int | None],
+        num_units: int,
+        local_ranks: int,
+    ) -> set[int | None]:
+        """The units whose state is offloaded, ``None`` being the root; there is room for it, as far as it is known."""
+        numels: dict[int | None, int] = dict.fromkeys((None, *range(num_units)), 0)
+        nbytes: dict[int | None, float] = dict.fromkeys(numels, 0.0)
+        stepped = 0.0
+        shards = self.collectives.world_size if self.placements.shards_optimizer else 1
+        for parameter, home in homes.items():
+            trained = parameter.requires_grad
+            if not (target.optimizer if trained else target.parameters):
+                continue
+            dtypes = self._dtypes(parameter, holders[parameter], offloaded=True)
+            size = parameter.numel() / shards
+            numels[home] += parameter.numel()
+            nbytes[home] += size * dtypes.main.itemsize
+            if trained:
+                nbytes[home] += size * dtypes.main_grad.itemsize
+                stepped += size * 2 * dtypes.main.itemsize  # Adam's two moments
+        total = sum(numels.values())
+        if not total:
+            return set()
+        per_element = (sum(nbytes.values()) + stepped) / total
+        chosen = offloaded_units(target, list(numels.values()), per_element, self.collectives.device)
+        offloaded = {home for home, off in zip(numels, chosen, strict=True) if off}
+        need = sum(nbytes[home] for home in offloaded)
+        require_room(target, need, "main weights and gradients", local_ranks, self.collectives)
+        return offloaded
+
+    def _build_units(
+        self, holders: _Holders, homes: dict[Tensor, int | None], plan: Sequence[NamedModules]
+    ) -> tuple[Unit, list[Unit]]:
         if self.collectives.rank == 0:
             _require_values(holders)
-        homes = _homes(holders, plan)
         units = []
         for number, members in enumerate(plan):
-            units.append(self._build_unit(members[0][0], [p for p in holders if homes[p] == number], holders))
-        root = self._build_unit("", [p for p in holders if homes[p] is None], holders, is_root=True)
-        return root, units
+            parameters = [p for p in holders if homes[p] == number]
+            units.append(self._build_unit(members[0][0], parameters, holders, number in self._offloaded))
+        parameters = [p for p in holders if homes[p] is None]
+        return self._build_unit("", parameters, holders, None in self._offloaded, is_root=True), units
 
     def _build_unit(
-        self,
-        name: str,
-        parameters: Sequence[Tensor],
-        holders: dict[Tensor, list[_Holder]],
-        is_root: bool = False,
+        self, name: str, parameters: Sequence[Tensor], holders: _Holders, offloaded: bool, is_root: bool = False
     ) -> Unit:
         groups: dict[Any, list[Tensor]] = {}
         total = sum(parameter.numel() for parameter in parameters)
         for parameter in parameters:
             large = is_root and parameter.numel() >= total * OWN_GROUP_SHARE
-            dtypes = self._dtypes(parameter, holders[parameter])
+            dtypes = self._dtypes(parameter, holders[parameter], offloaded)
             key = (dtypes, parameter.requires_grad, id(parameter) if large else None)
             groups.setdefault(key, []).append(parameter)
-        built = [self._build_group(members, dtypes, holders) for (dtypes, *_), members in groups.items()]
+        built = [
+            self._build_group(members, dtypes, holders, offloaded and self._may_offload(trained))
+            for (dtypes, trained, _), members in groups.items()
+        ]
         unit = Unit(name, built, is_root)
         for group in built:
             for index, sharded in enumerate(group.parameters):
@@ -158,25 +230,31 @@ class Engine(GroupObserver):
                     unit.add_slot(holder.module, holder.attribute, holder.name, group, index)
         return unit
 
-    def _dtypes(self, parameter: Tensor, holders: Sequence[_Holder]) -> Dtypes:
+    def _may_offload(self, trained: bool) -> bool:
+        return self.offload is not None and (self.offload.optimizer if trained else self.offload.parameters)
+
+    def _dtypes(self, parameter: Tensor, holders: Sequence[_Holder], offloaded: bool) -> Dtypes:
         trained, placements = parameter.requires_grad, self.placements
+        copied = placements.shards_optimizer or (offloaded and self._may_offload(trained))
         return self._recipe.dtypes(
             parameter.dtype,
             trained=trained,
-            gathered=placements.shards_optimizer if trained else not placements.keeps_whole_parameters,
+            gathered=copied if trained else not placements.keeps_whole_parameters,
             # An embedding that is the head as well is looked up too.
             multiplied=all(is_multiplied(holder.module, holder.attribute, parameter) for holder in holders),
         )
 
     def _build_group(
-        self, parameters: Sequence[Tensor], dtypes: Dtypes, holders: dict[Tensor, list[_Holder]]
+        self, parameters: Sequence[Tensor], dtypes: Dtypes, holders: _Holders, offloaded: bool
     ) -> ParamGroup:
         names = [holders[parameter][0].name for parameter in parameters]
-        return ParamGroup(names, parameters, self.placements, dtypes, self.collectives, self.pool, self._held)
+        lane = Lane(names[0], self.background) if offloaded and self.background is not None else None
+        return ParamGroup(names, parameters, self.placements, dtypes, self.collectives, self.pool, self._held, lane)
 
-    def planned_bytes(self, moments: int = 2) -> StateBytes:
+    def planned_bytes(self, moments: int, where: Where) -> StateBytes:
         """See the function of this name."""
-        planned = [group.planned_bytes(moments) for group in self.groups]
+        kinds = [offloaded for offloaded in (False, True) if where in ("everywhere", _PLACE[offloaded])]
+        planned = [group.planned_bytes(moments, offloaded) for group in self.groups for offloaded in kinds]
         return StateBytes(*(sum(getattr(one, f.name) for one in planned) for f in fields(StateBytes)))
 
     # Steps
@@ -290,17 +368,46 @@ class Engine(GroupObserver):
 
     # Optimizer steps, from torch's hooks
 
-    def before_optimizer_step(self) -> None:
+    def before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Parameters are at rest while an optimizer steps."""
         self.reducer.recover()
         self.root.swap_out()
+        self.adopt(optimizer)
+
+    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        """Prepare ``optimizer``, which steps offloaded parameters of this module: a collective, once for each.
+
+        Raises:
+            OffloadError: there is no room for its state.
+        """
+        if self.background is None:
+            return
+        # After a checkpoint was loaded its groups are those of the file.
+        ask_for_fused(optimizer)
+        if optimizer in self._known_optimizers:
+            return
+        self._known_optimizers.add(optimizer)
+        stepped = (p for group in optimizer.param_groups for p in group["params"] if p not in optimizer.state)
+        numel = sum(
+            p.slicing.own.numel * p.element_size() for p in stepped if isinstance(p, ShardedParameter) and p.lane
+        )
+        require_room(
+            self.background.target,
+            moments_of(optimizer) * numel,
+            f"the state of {type(optimizer).__name__}",
+            self._local_ranks,
+            self.collectives,
+        )
 
     def after_optimizer_step(self) -> None:
         """Begin to gather what the step made stale: the next forward needs it soon."""
         self._may_write = False
         if self.lockstep.asked:
             self.meet("optimizer step")
-        self.windows.refresh()
+        if self.background is None:
+            self.windows.refresh()
+        else:
+            self.windows.begin_updates()
 
     # The way back
 
@@ -314,6 +421,22 @@ class Engine(GroupObserver):
         if not self.abandoned:
             for group in self.groups:
                 group.finish_gather()
+            self.finish_updates()
+
+    def finish_updates(self) -> None:
+        """Wait for what works on offloaded state in the background.
+
+        Raises:
+            OffloadError: it failed.
+        """
+        for group in self.groups:
+            if group.lane is not None:
+                group.lane.wait()
+
+    @property
+    def failed(self) -> bool:
+        """Whether offloaded state could not be updated: its weights may be of different steps."""
+        return self.background is not None and self.background.failure is not None
 
     def abandon(self) -> None:
         """Take the windows off the module after an exception, when other ranks may be gone: wait for nothing."""
@@ -324,10 +447,13 @@ class Engine(GroupObserver):
 
     def _dissolve(self) -> None:
         self.collectives.watch.stop()
-        with suppress(CollectiveFailedError):  # nobody is left to receive this rank's part
+        # Nobody is left to receive this rank's part, or an update failed and was told then.
+        with suppress(CollectiveFailedError, OffloadError):
             self.finish_transfers()
         for group in self.groups:
             group.observer = GroupObserver()
+        if self.background is not None:
+            self.background.close()
         for collection in (self.groups, self.units, self._forwards, self._held):
             collection.clear()
         del self.reducer, self.windows, self.root
@@ -358,7 +484,10 @@ class _Holder:
         self.name = name
 
 
-def _holders_of_parameters(module: nn.Module) -> dict[Tensor, list[_Holder]]:
+_Holders = dict[Tensor, list[_Holder]]
+
+
+def _holders_of_parameters(module: nn.Module) -> _Holders:
     """Every attribute below ``module`` that holds a parameter, by parameter, in definition order.
 
     Raises:
@@ -366,7 +495,7 @@ def _holders_of_parameters(module: nn.Module) -> dict[Tensor, list[_Holder]]:
         ValueError: a parameter is uninitialized.
         TypeError: a parameter is of a class of its own.
     """
-    holders: dict[Tensor, list[_Holder]] = {}
+    holders: _Holders = {}
     for path, owner in module.named_modules():
         for attribute, parameter in owner._parameters.items():
             if parameter is None:
@@ -392,7 +521,7 @@ def _holders_of_parameters(module: nn.Module) -> dict[Tensor, list[_Holder]]:
     return holders
 
 
-def _require_values(holders: dict[Tensor, list[_Holder]]) -> None:
+def _require_values(holders: _Holders) -> None:
     for parameter, places in holders.items():
         if parameter.is_meta:
             raise ValueError(
@@ -401,7 +530,7 @@ def _require_values(holders: dict[Tensor, list[_Holder]]) -> None:
             )
 
 
-def _homes(holders: dict[Tensor, list[_Holder]], plan: Sequence[NamedModules]) -> dict[Tensor, int | None]:
+def _homes(holders: _Holders, plan: Sequence[NamedModules]) -> dict[Tensor, int | None]:
     """The unit of each parameter; ``None`` is the root, where parameters of several units go too."""
     number: dict[nn.Module, int] = {}
     for i, members in enumerate(plan):
@@ -413,6 +542,15 @@ def _homes(holders: dict[Tensor, list[_Holder]], plan: Sequence[NamedModules]) -
         found = {number.get(holder.module) for holder in places}
         homes[parameter] = found.pop() if len(found) == 1 else None
     return homes
+
+
+def _alone(placements: Placements, offload: OffloadTarget | None) -> Placements:
+    """Where state rests without other ranks."""
+    if offload is None:
+        # There is nothing to share: every state rests whole, and no stage differs.
+        return STAGES[0]
+    # Gradients leave unit by unit where they need not rest whole; weights stay, unless they are offloaded too.
+    return placements if offload.parameters else replace(placements, parameter=STAGES[0].parameter)
 
 
 def _meeting(engine: Engine) -> Callable[[str], None]:
@@ -471,7 +609,7 @@ def _engines_of(optimizer: torch.optim.Optimizer) -> dict[Engine, None]:
 
 def _before_any_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for engine in _engines_of(optimizer):
-        engine.before_optimizer_step()
+        engine.before_optimizer_step(optimizer)
 
 
 def _after_any_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -498,6 +636,8 @@ def shard(
     precision: PrecisionRecipe | None = None,
     process_group: dist.ProcessGroup | None = None,
     device: torch.device | str | None = None,
+    offload: OffloadTarget | str | None = None,
+    local_ranks: int | None = None,
 ) -> ModuleT:
     """Shard ``module`` in place over the ranks of a process group, and return it.
 
@@ -519,19 +659,43 @@ def shard(
         precision: dtypes; default: each parameter's own throughout.
         process_group: default: the default group, or one process alone.
         device: where state lives; default: the parameters' device.
+        offload: where main weights, gradients and optimizer state rest instead: "cpu", "disk" or an `OffloadTarget`.
+        local_ranks: ranks on this host, which share its room for offloaded state; default: what ``torchrun`` says, else
+            all.
 
     Raises:
-        ValueError: ``stage``, ``units`` or ``device`` is bad, or parameters lie on several devices.
+        ValueError: ``stage``, ``units``, ``offload`` or ``device`` is bad, or parameters lie on several devices.
+        OffloadError: there is no room for what is offloaded.
         AlreadyShardedError: a part of ``module`` is sharded.
         TypeError: a parameter is of a class of its own, as some quantized ones are.
     """
     placements = stage_placements(stage)
+    target = checked_offload(offload, placements)
     where = torch.device(device) if device is not None else _common_device(module)
     if where.type == "mps":
         raise ValueError("device='mps' has no collectives that sharding could use. Use `accelerator='cpu'`.")
     collectives = Collectives.of(process_group, where)
-    _engines[module] = Engine(module, placements, precision or PrecisionRecipe(), units, collectives)
+    if local_ranks is None:
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", collectives.world_size))
+    recipe = precision or PrecisionRecipe()
+    _engines[module] = Engine(module, placements, recipe, units, collectives, target, local_ranks)
     return module
+
+
+def checked_offload(offload: OffloadTarget | str | None, placements: Placements) -> OffloadTarget | None:
+    """The target that ``offload`` means.
+
+    Raises:
+        ValueError: it is unknown, or does not go with ``placements``.
+        TypeError: it is no target.
+    """
+    target = offload_target(offload)
+    if target is not None and target.parameters and placements.keeps_whole_parameters:
+        raise ValueError(
+            f"`{type(target).__name__}(parameters=True)` needs stage 3: at other stages whole parameters rest on the"
+            " device. Write `stage=3`, or leave `parameters` out."
+        )
+    return target
 
 
 def _common_device(module: nn.Module) -> torch.device:
@@ -552,16 +716,37 @@ def _common_device(module: nn.Module) -> torch.device:
     return torch.device("cpu")
 
 
-def planned_bytes(module: nn.Module, moments: int = 2) -> StateBytes:
+@dataclass(frozen=True)
+class MovedBytes:
+    """What offload moved, bytes a rank."""
+
+    to_device: int
+    to_rest: int
+
+
+def planned_bytes(module: nn.Module, moments: int = 2, where: Where = "everywhere") -> StateBytes:
     """Bytes of model state that this rank holds of a sharded ``module`` at rest by formula, padding included.
 
     Args:
         moments: optimizer state in multiples of the main weights: 2 for Adam.
+        where: what rests on the device alone, or what is offloaded alone.
 
     Raises:
         ValueError: ``module`` was not sharded.
     """
-    return _required_engine(module).planned_bytes(moments)
+    return _required_engine(module).planned_bytes(moments, where)
+
+
+def moved_bytes(module: nn.Module) -> MovedBytes:
+    """Bytes that this rank moved between the device and where offloaded state rests, since ``module`` was sharded.
+
+    Raises:
+        ValueError: ``module`` was not sharded.
+    """
+    engine = _required_engine(module)
+    engine.finish_updates()
+    moved = Counter[str]() if engine.background is None else engine.background.moved
+    return MovedBytes(to_device=moved["to device"], to_rest=moved["to rest"])
 
 
 def unshard(module: ModuleT, device: torch.device | None = None) -> ModuleT:

@@ -12,7 +12,9 @@ An escaped view therefore costs memory and never a wrong value.
 from __future__ import annotations
 
 import sys
+import threading
 from collections import defaultdict
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -51,25 +53,35 @@ class BufferPool:
     Args:
         device: where the buffers live.
         poison: fill a buffer with NaN before it is used again, so that a read of stale memory shows.
+        allocate: gives memory for a number of elements and dtype; default: from the device's allocator.
     """
 
-    def __init__(self, device: torch.device, poison: bool = False) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        poison: bool = False,
+        allocate: Callable[[int, torch.dtype], Tensor] | None = None,
+    ) -> None:
         self.device = device
         self.poison = poison
+        self._allocate = allocate or (lambda numel, dtype: torch.empty(numel, dtype=dtype, device=device))
+        # Offloaded state takes buffers in the background too.
+        self._lock = threading.Lock()
         self._slots: dict[tuple[int, torch.dtype], list[_Slot]] = defaultdict(list)
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A buffer of shape (numel,) with arbitrary content; it is the caller's while referred to."""
-        slots = self._slots[numel, dtype]
-        for slot in slots:
-            if slot.free:
-                if self.poison and dtype.is_floating_point:
-                    slot.buffer.fill_(float("nan"))
-                return slot.buffer.detach()
-        # A tensor made under inference mode could never be saved for a backward again.
-        with torch.inference_mode(False):
-            slots.append(_Slot(torch.empty(numel, dtype=dtype, device=self.device)))
-        return slots[-1].buffer.detach()
+        with self._lock:
+            slots = self._slots[numel, dtype]
+            for slot in slots:
+                if slot.free:
+                    if self.poison and dtype.is_floating_point:
+                        slot.buffer.fill_(float("nan"))
+                    return slot.buffer.detach()
+            # A tensor made under inference mode could never be saved for a backward again.
+            with torch.inference_mode(False):
+                slots.append(_Slot(self._allocate(numel, dtype)))
+            return slots[-1].buffer.detach()
 
     @property
     def nbytes(self) -> int:

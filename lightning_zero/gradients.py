@@ -1,17 +1,21 @@
 """The gradients of one group: local ones wait in a whole buffer, mean ones rest where the optimizer reads them.
 
 arrive 0, 1, ...  ->  | whole buffer |  --reduce-->  in flight  --settle-->  main_grad  --publish-->  p.grad
+
+Where `main_grad` rests off the device, micro-batches add up on the device first. Their sum moves in the background
+after the last reduction, or when it is read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from lightning_zero.collectives import Collectives, Pending
 from lightning_zero.flat_buffer import BufferPool
+from lightning_zero.lane import Lane
 from lightning_zero.partition import Partition
 from lightning_zero.placements import Placements
 from lightning_zero.precision import Dtypes
@@ -29,6 +33,7 @@ class GroupGradients:
         dtypes: of local gradients, on the wire, of mean gradients, and in which these are read.
         collectives: of the ranks that take part in the mean.
         pool: buffers.
+        lane: of the mean gradients that rest off the device, where they do.
     """
 
     def __init__(
@@ -38,18 +43,22 @@ class GroupGradients:
         dtypes: Dtypes,
         collectives: Collectives,
         pool: BufferPool,
+        lane: Lane | None = None,
     ) -> None:
         self._partition = partition
         self._placements = placements
         self._dtypes = dtypes
         self._collectives = collectives
         self._pool = pool
+        self._lane = lane
+        self._descent: _Descent | None = None
         self.arrived: set[int] = set()
         """Tensors whose local gradient waits in the whole buffer."""
         self.sent: set[int] = set()
         """Tensors whose local gradient is part of a reduction of this backward."""
         self._local: Tensor | None = None
         self._reducing: tuple[Pending, Tensor, Tensor] | None = None
+        self._more_follow = False
         self._main: Tensor | None = None
         self._grads: list[ShardedTensor | None] = [None] * len(partition.slicings)
         # Gradients that user code put there, and places in the main buffer whose gradient user code took away.
@@ -70,9 +79,14 @@ class GroupGradients:
 
     # Where a backward builds a graph, grad mode is on.
     @torch.no_grad()
-    def reduce(self) -> None:
-        """Begin to average the gradients that arrived, with zeros for those that did not; `settle` ends it."""
+    def reduce(self, more_follow: bool = False) -> None:
+        """Begin to average the gradients that arrived, with zeros for those that did not; `settle` ends it.
+
+        Args:
+            more_follow: whether further backwards add to these gradients before they are read.
+        """
         self.settle()
+        self._more_follow = more_follow
         whole = self._local
         if whole is None:
             whole = self._pool.take(self._partition.layout.total, self._dtypes.gradient)
@@ -112,23 +126,55 @@ class GroupGradients:
         for i in self._foreign:
             grad = self._grads[i]
             assert grad is not None
-            grad.fragment.add_(self._partition.fragment(out, i))
-        if self._main is None:
+            grad.fragment.add_(self._partition.fragment(out, i).to(grad.device))
+        self._clear_dropped()
+        if self._lane is not None:
+            self._descend(out, self._lane)
+        elif self._main is None:
             self._main = out
         else:
-            self._clear_dropped()
             self._main.add_(out)
+
+    def _descend(self, out: Tensor, lane: Lane) -> None:
+        """Add ``out`` on the device to what has not begun to move, or let it move after that."""
+        with lane.still():
+            if self._descent is not None and self._descent.add(out):
+                pass
+            elif self._main is None:
+                self._main = lane.take(out.numel(), out.dtype)
+                self._descent = _Descent(out, self._main, lane, adds=False)
+            else:
+                self._descent = _Descent(out, self._main, lane, adds=True)
+        if not self._more_follow:
+            lane.begin()
 
     def _clear_dropped(self) -> None:
         """Gradients that were set to ``None`` start from zero, in a copy: someone may have kept the old values."""
         if not self._dropped:
             return
         assert self._main is not None
-        main = self._pool.take(self._main.numel(), self._main.dtype).copy_(self._main)
-        for i in self._dropped:
-            self._partition.fragment(main, i).zero_()
+        main = self._copy_of_main(self._main.dtype)
+        dropped = [self._partition.fragment(main, i) for i in self._dropped]
+        self._at_rest(lambda: torch._foreach_zero_(dropped))
         self._dropped.clear()
         self._move(main)
+
+    def _copy_of_main(self, dtype: torch.dtype) -> Tensor:
+        """The mean gradients in another buffer where they rest."""
+        main = self._main
+        assert main is not None
+        take = self._pool.take if self._lane is None else self._lane.take
+        copy = take(main.numel(), dtype)
+        self._at_rest(lambda: copy.copy_(main))
+        # What comes now adds to the copy.
+        self._descent = None
+        return copy
+
+    def _at_rest(self, operation: Callable[[], object]) -> None:
+        if self._lane is None:
+            operation()
+        else:
+            self._lane.add(operation)
 
     def _move(self, main: Tensor) -> None:
         """Let the mean gradients lie in ``main``, which has their values."""
@@ -139,7 +185,8 @@ class GroupGradients:
 
     def _new_grad(self, index: int) -> ShardedTensor:
         assert self._main is not None
-        return ShardedTensor(self._partition.fragment(self._main, index), self._partition.slicings[index])
+        fragment = self._partition.fragment(self._main, index)
+        return ShardedTensor(fragment, self._partition.slicings[index], lane=self._lane)
 
     def publish(self, used: Sequence[int]) -> None:
         """Give the tensors ``used`` on any rank their mean gradients; the others keep what they had."""
@@ -165,18 +212,22 @@ class GroupGradients:
             # Torch's optimizers refuse a gradient of another dtype than the weight's.
             with torch.inference_mode(False), torch.no_grad():
                 self._clear_dropped()
-                self._move(self._cast(self._main, self._dtypes.main))
+                self._move(self._copy_of_main(self._dtypes.main))
         return self._grads[index]
 
-    def buffers(self) -> Iterator[Tensor]:
-        """What holds gradients now, local and mean."""
-        for buffer in (self._local, self._main):
-            if buffer is not None:
-                yield buffer
+    def buffers(self) -> Iterator[tuple[Tensor, bool]]:
+        """What holds gradients now, local and mean, and whether off the device."""
+        off = self._lane is not None
+        if self._local is not None:
+            yield self._local, False
+        if self._descent is not None and self._descent.value is not None:
+            yield self._descent.value, False
+        if self._main is not None:
+            yield self._main, off
         for i in self._foreign:
             grad = self._grads[i]
             assert grad is not None
-            yield grad.fragment
+            yield grad.fragment, off
 
     def set(self, index: int, grad: ShardedTensor | None) -> None:
         """Replace a mean gradient; ``None`` also drops a local one that waits for a reduction."""
@@ -194,5 +245,44 @@ class GroupGradients:
         """Note that the main buffer holds nothing for these, or let go of it where it holds nothing at all."""
         self._dropped.update(indices)
         if all(g is None or i in self._foreign for i, g in enumerate(self._grads)):
-            self._main = None
+            self._main = self._descent = None
             self._dropped.clear()
+
+
+class _Descent:
+    """Mean gradients on their way to where they rest: until the transfer begins, others add to them on the device.
+
+    Args:
+        value: on the device, shape (n,).
+        resting: where it goes.
+        lane: that does it.
+        adds: whether ``resting`` has values already.
+    """
+
+    def __init__(self, value: Tensor, resting: Tensor, lane: Lane, adds: bool) -> None:
+        self.value: Tensor | None = value
+        self._resting = resting
+        self._lane = lane
+        self._adds = adds
+        self._mark = lane.background.copies.mark()
+        lane.add(self._move)
+
+    def add(self, more: Tensor) -> bool:
+        """Add ``more`` while that is possible; whether it was."""
+        if self.value is None:
+            return False
+        self.value.add_(more)
+        self._mark = self._lane.background.copies.mark()
+        return True
+
+    def _move(self) -> None:
+        shared, value = self._lane.background, self.value
+        assert value is not None
+        into = self._lane.take(value.numel(), value.dtype) if self._adds else self._resting
+        # At its end the host has waited, so the buffer on the device may be used again.
+        with shared.copies.after(self._mark):
+            shared.target.to_rest(into, value)
+        shared.moved["to rest"] += value.nbytes
+        self.value = None
+        if self._adds:
+            self._resting.add_(into)

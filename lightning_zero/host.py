@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
 from lightning_zero.engine import Engine
+from lightning_zero.host_memory import free_host_bytes
 
 __all__ = ["host_fits"]
 
@@ -27,14 +26,3 @@ def host_fits(engine: Engine, local_ranks: int) -> bool:
     # One host without room decides for all.
     engine.collectives.max_flags(misfit).wait()
     return not misfit.item()
-
-
-def free_host_bytes() -> int | None:
-    """Bytes that can be allocated without swapping; ``None`` where the system does not tell."""
-    meminfo = Path("/proc/meminfo")
-    if not meminfo.exists():
-        return None
-    for line in meminfo.read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None

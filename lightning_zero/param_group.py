@@ -5,7 +5,8 @@
          +---------- optimizer <---------- main_grad <----reduce-scatter-----+
 
 Which of these rest, and whole or sharded, is the group's `Placements`. The group holds parameters whose
-state has the same dtypes, and that are all trained, or all frozen.
+state has the same dtypes, and that are all trained, or all frozen. Offload is where `MainWeights` and mean gradients
+rest.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ import lightning_zero.sharded_ops  # noqa: F401  (gives sharded tensors their op
 from lightning_zero.collectives import Collectives, Pending
 from lightning_zero.flat_buffer import BufferPool, storage_id
 from lightning_zero.gradients import GroupGradients
+from lightning_zero.lane import Lane
 from lightning_zero.layout import FlatLayout
+from lightning_zero.main_weights import MainWeights, OffloadedWeights
 from lightning_zero.param_hooks import ParamHooks
 from lightning_zero.partition import Partition
 from lightning_zero.placements import Placements, StateBytes
@@ -76,6 +79,7 @@ class ParamGroup:
         collectives: of the ranks that share the state.
         pool: whole and gradient buffers.
         held: filled with this group under the storage of each whole buffer that does not rest.
+        lane: of the state that rests off the device, where it does.
     """
 
     def __init__(
@@ -87,6 +91,7 @@ class ParamGroup:
         collectives: Collectives,
         pool: BufferPool,
         held: dict[int, ParamGroup],
+        lane: Lane | None = None,
     ) -> None:
         self.names = list(names)
         self.placements = placements
@@ -97,6 +102,7 @@ class ParamGroup:
         self.dtypes = dtypes
         self.model_dtype = dtypes.model
         self.main_dtype = dtypes.main
+        self.lane = lane
         num_shards = collectives.world_size if placements.shards_optimizer else 1
         self.layout = FlatLayout(tuple(p.numel() for p in parameters), num_shards)
         self.slicings = [self._slicing(i, parameter) for i, parameter in enumerate(parameters)]
@@ -106,7 +112,7 @@ class ParamGroup:
         self._whole: Tensor | None = None
         self._gathering: Pending | None = None
         self._fresh = False
-        self.main_weight = self._first_weights(parameters)
+        self.main = self._first_weights(parameters)
         self._hooks = [ParamHooks(parameter, dtypes.own) for parameter in parameters]
         self.parameters = [self._rest(i, parameter) for i, parameter in enumerate(parameters)]
         self.leaves = [self._leaf(i, self.model_dtype) for i in range(len(self.parameters))]
@@ -119,7 +125,7 @@ class ParamGroup:
         self._writes = [0] * len(self.leaves)
         self._conceal()
 
-        self.gradients = GroupGradients(self.partition, placements, dtypes, collectives, pool)
+        self.gradients = GroupGradients(self.partition, placements, dtypes, collectives, pool, lane)
         if placements.keeps_whole_parameters:
             self._begin_resting_whole()
         # Now that leaves have their shape, which autograd notes.
@@ -135,8 +141,8 @@ class ParamGroup:
         fragments = [self.layout.fragment(index, r if self.layout.num_shards > 1 else 0) for r in shards]
         return Slicing(self.names[index], parameter.shape, _dense_stride(parameter), tuple(fragments), self.collectives)
 
-    def _first_weights(self, parameters: Sequence[Tensor]) -> Tensor:
-        """Rank 0's values, of which this rank keeps its shard, shape (shard_numel,)."""
+    def _first_weights(self, parameters: Sequence[Tensor]) -> MainWeights:
+        """Rank 0's values, of which this rank keeps its shard."""
         if self._main_is_whole:
             whole = torch.empty(self.layout.total, dtype=self.main_dtype, device=self._pool.device)
         else:
@@ -146,15 +152,28 @@ class ParamGroup:
             for i, parameter in enumerate(parameters):
                 self.partition.view(whole, i).copy_(parameter.detach())
         self.collectives.broadcast(whole)
+        own = self.partition.own_shard(whole)
         if self._main_is_whole:
             self._whole = whole
-            return self.partition.own_shard(whole)
-        return self.partition.own_shard(whole).clone()
+            return MainWeights(own, self.partition.own_shard, self.model_dtype)
+        if self.placements.keeps_whole_parameters:
+            self._whole = torch.empty(self.layout.total, dtype=self.model_dtype, device=self._pool.device)
+        if self.lane is None:
+            return MainWeights(own.clone(), self.partition.own_shard, self.model_dtype)
+        moves = not self.placements.keeps_whole_parameters and self.lane.background.target.parameters
+        return OffloadedWeights(own, self.partition.own_shard, self.model_dtype, self.lane, self._whole, moves)
+
+    @property
+    def main_weight(self) -> Tensor:
+        """What the optimizer steps, shape (shard_numel,)."""
+        return self.main.value
 
     def _rest(self, index: int, parameter: Tensor) -> ShardedParameter:
         """``parameter``, the same object, as a `ShardedParameter`."""
-        fragment = self.partition.fragment(self.main_weight, index)
-        sharded = ShardedParameter(fragment, self.slicings[index], parameter.requires_grad, weakref.ref(self), index)
+        fragment = self.partition.fragment(self.main.handle, index)
+        sharded = ShardedParameter(
+            fragment, self.slicings[index], parameter.requires_grad, weakref.ref(self), index, self.lane
+        )
         sharded.__dict__.update(
             {key: value for key, value in parameter.__dict__.items() if key not in sharded.__dict__}
         )
@@ -166,21 +185,24 @@ class ParamGroup:
         return WholeParameter.of(self.parameters[index], index, dtype, not self._main_is_whole, expected)
 
     def _begin_resting_whole(self) -> None:
-        if self._whole is None:
-            self._whole = torch.empty(self.layout.total, dtype=self.model_dtype, device=self._pool.device)
-            self.unshard()
-        else:
+        if self._main_is_whole:
             self._fresh = True
+        else:
+            self.unshard()
         self.wait()
 
     @property
     def _main_is_whole(self) -> bool:
         """Whether the main weights are a slice of whole weights that rest."""
-        return self.placements.keeps_whole_parameters and self.main_dtype == self.model_dtype
+        return self.placements.keeps_whole_parameters and self.main_dtype == self.model_dtype and self.lane is None
 
-    def planned_bytes(self, moments: int) -> StateBytes:
-        """Bytes of state that rest on this rank by formula, for an optimizer with ``moments`` of the weights' size."""
-        dtypes, trained = self.dtypes, self.parameters[0].requires_grad
+    def planned_bytes(self, moments: int, offloaded: bool) -> StateBytes:
+        """Bytes of state that rest on this rank by formula, for an optimizer with ``moments`` of the weights' size.
+
+        Args:
+            offloaded: off the device; else on it.
+        """
+        dtypes, trained, shard = self.dtypes, self.parameters[0].requires_grad, self.layout.shard_numel
         gradient = dtypes.gradient if self.placements.keeps_whole_gradients else dtypes.main_grad
         state = self.placements.bytes_per_rank(
             self.layout.total,
@@ -190,11 +212,20 @@ class ParamGroup:
             grad_itemsize=gradient.itemsize,
         )
         # Optimizer state is made parameter by parameter: it has no padding.
-        stepped = sum(parameter.fragment.numel() for parameter in self.parameters)
+        stepped = moments * dtypes.main.itemsize * sum(parameter.slicing.own.numel for parameter in self.parameters)
+        if self.lane is None:
+            on_device = StateBytes(state.parameters, state.gradients if trained else 0, stepped if trained else 0)
+            return StateBytes(0, 0, 0) if offloaded else on_device
+        ready = 0 if self.placements.keeps_whole_parameters else shard * dtypes.model.itemsize
+        moves = self.main.moves_each_gather
+        if not offloaded:
+            whole = self.layout.total * dtypes.model.itemsize if self.placements.keeps_whole_parameters else 0
+            return StateBytes(whole + (0 if moves else ready), 0, 0)
+        beside = ready if moves and dtypes.model != dtypes.main else 0
         return StateBytes(
-            parameters=state.parameters,
-            gradients=state.gradients if trained else 0,
-            optimizer=moments * dtypes.main.itemsize * stepped if trained else 0,
+            parameters=shard * dtypes.main.itemsize + beside,
+            gradients=shard * dtypes.main_grad.itemsize if trained else 0,
+            optimizer=stepped if trained else 0,
         )
 
     # Whole weights
@@ -231,16 +262,12 @@ class ParamGroup:
 
     def _gather(self, whole: Tensor) -> Pending:
         """Begin to fill ``whole``, shape (layout.total,), from the main weights of all ranks."""
-        with torch.inference_mode(False), torch.no_grad():
-            source = self.main_weight
-            if self.main_dtype != self.model_dtype:
-                source = self.partition.own_shard(whole)
-                source.copy_(self.main_weight)
+        with torch.inference_mode(False), torch.no_grad(), self.main.source(whole) as source:
             if self.layout.num_shards > 1:
                 return self.collectives.all_gather(whole, source)
             if source.data_ptr() != whole.data_ptr():
                 whole.copy_(source)
-            return Pending()
+            return Pending.on_stream(whole)
 
     def wait(self) -> None:
         """Make whole values current and the leaves views of them."""
@@ -330,9 +357,10 @@ class ParamGroup:
         self._writes[index] = self.version(index)
         self._exposed_versions[index] = leaf._version
         main = self.partition.fragment(self.main_weight, index)
-        whole = self.partition.fragment(self.partition.own_shard(self._whole), index)
+        whole = self.partition.fragment(self.partition.own_shard(self._whole), index).to(main.device)
         # An element that was not written keeps its main precision.
         main.copy_(torch.where(main.to(whole.dtype) == whole, main, whole.to(main.dtype)))
+        self.main.changed()
 
     def snapshot(self) -> Tensor | None:
         """Begin to watch for writes into whole values, which are held; what `restore` needs to undo them."""
@@ -349,6 +377,7 @@ class ParamGroup:
         """Undo writes into whole values: alike on every rank."""
         self._exposed_versions = []
         self._fresh = False
+        self.main.changed()
         self._show_leaves()
         if snapshot is not None:
             self.main_weight.copy_(snapshot)
@@ -377,7 +406,7 @@ class ParamGroup:
         """Make ``whole``, shape (layout.total,), the main weights."""
         self.before_write()
         with torch.no_grad():
-            self.main_weight.copy_(self.partition.own_shard(whole))
+            self.main.write(self.partition.own_shard(whole))
         for i in range(len(self.parameters)):
             self.after_write(i)
 
@@ -403,12 +432,13 @@ class ParamGroup:
         """All main weights, shape (layout.total,): a collective where they are sharded."""
         self.finish_gather()
         self.keep_writes()
+        main = self.main_weight.to(self._pool.device)
         if self.layout.num_shards == 1:
-            return self.main_weight
+            return main
         with torch.inference_mode(False), torch.no_grad():
             # Not pooled: it is needed rarely, and in mixed precision its size occurs nowhere else.
             whole = torch.empty(self.layout.total, dtype=self.main_dtype, device=self._pool.device)
-            self.collectives.all_gather(whole, self.main_weight, purpose).wait()
+            self.collectives.all_gather(whole, main, purpose).wait()
         return whole
 
     def touch(self, index: int, func: Any) -> Tensor:
@@ -431,6 +461,7 @@ class ParamGroup:
     def after_write(self, index: int) -> None:
         """Whole values are stale."""
         self._writes[index] += 1
+        self.main.changed()
         leaf = self.leaves[index]
         # A graph that saved the old value must fail in backward, as autograd does for in-place changes.
         torch.autograd.graph.increment_version(leaf)
@@ -552,7 +583,7 @@ def _will_run(node: torch.autograd.graph.Node) -> bool:
         return False
 
 
-_OWN_ATTRIBUTES = {"_fragment", "_slicing", "_owner", "_index"}
+_OWN_ATTRIBUTES = {"_fragment", "_slicing", "_owner", "_index", "_lane"}
 
 
 def _dense_stride(parameter: Tensor) -> tuple[int, ...]:

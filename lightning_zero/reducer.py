@@ -186,7 +186,7 @@ class Reducer:
         # The others join it without waiting for anything but the start of this backward, so this cannot hang.
         for other in self._launched:
             other.gradients.settle()
-        group.gradients.reduce()
+        group.gradients.reduce(more_follow=self.accumulating)
         self._launched[group] = None
 
     # At the end

@@ -5,6 +5,8 @@
     view               a `ShardedView`: parent and chain
     anything else      on whole values; what it mutates is folded back
 
+Operations on fragments that rest off the device queue in their lane; what needs a value waits for it.
+
 Reached under ``no_grad`` (optimizers, clipping, initializers, checkpoints). Nothing is ever lost: an in-place
 operation that would change a tensor's geometry raises.
 """
@@ -21,8 +23,9 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
 from torch.utils._foreach_utils import _foreach_supported_types as _utility_types
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
+from lightning_zero.lane import Deferred, Lane
 from lightning_zero.sharded_parameter import ShardedParameter, ShardedTensor, ShardedView, install, writing
 
 __all__ = ["UnplaceableWriteError", "dispatch"]
@@ -145,11 +148,15 @@ def _elementwise(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         local_kwargs = {key: _local(value, lead) for key, value in kwargs.items()}
     except _NotAlike:
         return _on_whole(func, args, kwargs)
-    if written:
-        with writing(written):
-            func(*local_args, **local_kwargs)
-        return lead
-    return _wrapped(func(*local_args, **local_kwargs), lead)
+    with writing(written):
+        out = _run(lead.lane, func, local_args, local_kwargs)
+    return lead if written else _wrapped(out, lead)
+
+
+def _wrapped(out: Any, lead: ShardedTensor) -> Any:
+    if isinstance(out, Tensor | Deferred):
+        return lead.like(out)
+    return type(out)(_wrapped(item, lead) for item in out) if isinstance(out, list | tuple) else out
 
 
 def _local(value: Any, lead: ShardedTensor) -> Any:
@@ -162,12 +169,19 @@ def _local(value: Any, lead: ShardedTensor) -> Any:
         return value
     if value.shape != lead.shape:
         if value.ndim == 0 and not isinstance(value, ShardedTensor):
-            return value
+            return _snapshot(value, lead)
         raise _NotAlike
     if isinstance(value, ShardedTensor):
-        return value.fragment if _alike(value, lead) else lead.slicing.cut(value.whole())
+        if not _alike(value, lead):
+            return lead.slicing.cut(value.whole()).to(lead.device)
+        return value.handle if value.lane is lead.lane else value.fragment.to(lead.device)
     # A 0-dim plain operand of a 0-dim tensor broadcasts against the fragment, which may be empty here.
-    return value if value.ndim == 0 else lead.slicing.cut(value)
+    return _snapshot(value if value.ndim == 0 else lead.slicing.cut(value), lead)
+
+
+def _snapshot(value: Tensor, lead: ShardedTensor) -> Tensor:
+    """A plain operand: as it is now, where the operation comes later."""
+    return value if lead.lane is None else value.to(lead.device, copy=True)
 
 
 def _alike(a: ShardedTensor, b: ShardedTensor) -> bool:
@@ -180,10 +194,57 @@ def _are_alike(row: Sequence[Any], lead: ShardedTensor) -> bool:
     return all(_alike(item, lead) for item in row if isinstance(item, ShardedTensor))
 
 
-def _wrapped(out: Any, lead: ShardedTensor) -> Any:
-    if isinstance(out, Tensor):
-        return ShardedTensor(out, lead.slicing)
-    return type(out)(_wrapped(item, lead) for item in out) if isinstance(out, list | tuple) else out
+# Operations that come later
+
+
+# What they make may be kept as long as their operand: an optimizer's moments, a copy of the weights.
+_MAKES_STATE = {
+    aten.zeros_like.default, aten.ones_like.default, aten.empty_like.default, aten.full_like.default,
+    aten.clone.default, aten._to_copy.default,
+}  # fmt: skip
+
+
+def _run(lane: Lane | None, func: Any, args: Any, kwargs: Any) -> Any:
+    """``func`` on fragments, or what it will make, where it queues."""
+    if lane is None:
+        return func(*args, **kwargs)
+    if _written_positions(func):
+        lane.add(lambda: func(*_mapped(args, _made), **_mapped(kwargs, _made)))
+        return None
+    # Of nothing, it has at once the dtypes that it will have.
+    like = func(*_mapped(args, _nothing), **_mapped(kwargs, _nothing))
+    promised = _mapped(like, lambda tensor: Deferred(tensor.dtype, tensor.device))
+
+    def operation() -> None:
+        out = func(*_mapped(args, _made), **_mapped(kwargs, _made))
+        for deferred, value in zip(tree_leaves(promised), tree_leaves(out), strict=True):
+            kept = func in _MAKES_STATE and value.device.type == "cpu"
+            deferred.value = lane.allocate(value.numel(), value.dtype).copy_(value) if kept else value
+
+    lane.add(operation)
+    return promised
+
+
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """``value`` with each fragment in it changed."""
+    if isinstance(value, Tensor | Deferred):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: _mapped(item, change) for key, item in value.items()}
+    return type(value)([_mapped(item, change) for item in value]) if isinstance(value, list | tuple) else value
+
+
+def _made(fragment: Tensor | Deferred) -> Tensor:
+    if isinstance(fragment, Tensor):
+        return fragment
+    assert fragment.value is not None
+    return fragment.value
+
+
+def _nothing(fragment: Tensor | Deferred) -> Tensor:
+    if isinstance(fragment, Tensor) and fragment.ndim == 0:
+        return fragment
+    return torch.empty(0, dtype=fragment.dtype, device=fragment.device)
 
 
 # Lists: the foreach and fused optimizers
@@ -202,20 +263,28 @@ def _on_lists(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if written and all(_are_alike(row, lead) for row, lead in zip(rows, leads)):
         # Kernels need no launch for tensors that lie on other ranks. Operands that are cut differently are made whole,
         # which takes all ranks.
-        keep = [i for i in keep if leads[i].fragment.numel()]
+        keep = [i for i in keep if leads[i].slicing.own.numel]
+    by_lane: dict[Lane | None, list[int]] = {}
+    for i in keep:
+        by_lane.setdefault(leads[i].lane, []).append(i)
     try:
-        local_args = [_local_list(value, leads, keep) for value in args]
-        local_kwargs = {key: _local_list(value, leads, keep) for key, value in kwargs.items()}
+        local = {
+            lane: (
+                [_local_list(value, leads, rows_here) for value in args],
+                {key: _local_list(value, leads, rows_here) for key, value in kwargs.items()},
+            )
+            for lane, rows_here in by_lane.items()
+        }
     except _NotAlike:
         return _one_by_one(func, args, kwargs, lists)
-    if written:
-        # Announced also where nothing of it lies: whole values become stale on all ranks or on none.
-        with writing(written):
-            if keep:
-                func(*local_args, **local_kwargs)
-        return None
-    out = func(*local_args, **local_kwargs)
-    return [_wrapped(item, lead) for item, lead in zip(out, leads, strict=True)]
+    results: list[Any] = [None] * len(leads)
+    # Announced also where nothing of it lies: whole values become stale on all ranks or on none.
+    with writing(written):
+        for lane, (local_args, local_kwargs) in local.items():
+            out = _run(lane, func, local_args, local_kwargs)
+            for i, item in zip(by_lane[lane], () if written else out):
+                results[i] = leads[i].like(item)
+    return None if written else results
 
 
 def _is_tensor_list(value: Any) -> bool:
@@ -225,6 +294,8 @@ def _is_tensor_list(value: Any) -> bool:
 def _local_list(value: Any, leads: Sequence[Any], keep: Sequence[int]) -> Any:
     if _is_tensor_list(value):
         return [_local(value[i], leads[i]) for i in keep]
+    if isinstance(value, Tensor) and keep:  # one for all: a rate, the scale of a loss
+        return _snapshot(value, leads[keep[0]])
     if isinstance(value, list | tuple) and len(value) == len(leads):  # one scalar for each tensor
         return [value[i] for i in keep]
     return value
@@ -346,13 +417,10 @@ def _foreach_norm(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
 
 def _norms(tensors: Sequence[ShardedTensor], order: float, dtype: torch.dtype | None) -> list[Tensor]:
     """The ``order``-norm of each whole tensor, shape (): one all-reduce for all that are sharded."""
-    fragments = [tensor.fragment for tensor in tensors]
-    if math.isinf(order):
-        fragments = [f if f.numel() else f.new_full((1,), 0 if order > 0 else math.inf) for f in fragments]
     # Between ranks p-th powers are added, for which 2-byte types have neither range nor digits.
     wide = torch.float32 if tensors and tensors[0].dtype.itemsize == 2 else dtype
     narrow = dtype or (tensors[0].dtype if tensors else None)
-    norms = list(torch._foreach_norm(fragments, order, dtype=wide)) if fragments else []
+    norms = _local_norms(tensors, order, wide)
     sharded = [i for i, tensor in enumerate(tensors) if not tensor.slicing.replicated]
     if sharded:
         collectives = tensors[sharded[0]].slicing.collectives
@@ -361,6 +429,24 @@ def _norms(tensors: Sequence[ShardedTensor], order: float, dtype: torch.dtype | 
             for i, norm in zip(same, _combined(stacked, order, collectives.all_reduce).unbind(), strict=True):
                 norms[i] = norm
     return norms if wide is dtype else [norm.to(narrow) for norm in norms]
+
+
+def _local_norms(tensors: Sequence[ShardedTensor], order: float, dtype: torch.dtype | None) -> list[Tensor]:
+    """The norm of each fragment, shape (): those that rest off the device lane by lane."""
+    by_lane: dict[Lane | None, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        by_lane.setdefault(tensor.lane, []).append(i)
+    norms: dict[int, Tensor] = {}
+    for lane, rows in by_lane.items():
+
+        def norms_here(rows: Sequence[int] = rows) -> list[Tensor]:
+            fragments = [_made(tensors[i].handle) for i in rows]
+            if math.isinf(order):
+                fragments = [f if f.numel() else f.new_full((1,), 0 if order > 0 else math.inf) for f in fragments]
+            return list(torch._foreach_norm(fragments, order, dtype=dtype))
+
+        norms.update(zip(rows, norms_here() if lane is None else lane.compute(norms_here), strict=True))
+    return [norms[i] for i in range(len(tensors))]
 
 
 def _by_dtype_and_device(tensors: Sequence[Tensor], indices: Sequence[int]) -> list[list[int]]:

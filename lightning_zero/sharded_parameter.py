@@ -4,7 +4,8 @@
     inside:  elements [6, 12) of it, a 1-D tensor        what this rank holds and steps
 
 `ShardedTensor` is such a tensor (a gradient, an optimizer's moment), `ShardedParameter` one that a module owns, and
-`ShardedView` a view of either: its parent and the chain of view operations. What torch does to them is decided in
+`ShardedView` a view of either: its parent and the chain of view operations. A fragment that rests off the device has a
+`Lane`, in which operations on it queue. What torch does to them is decided in
 `sharded_ops`; here is what they are, and what reaches them before autograd does.
 """
 
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.collectives import Collectives
+from lightning_zero.lane import Deferred, Lane
 from lightning_zero.layout import Fragment
 
 __all__ = ["Owner", "RawMemoryError", "ShardedParameter", "ShardedTensor", "ShardedView", "Slicing"]
@@ -167,19 +169,21 @@ def _wrapper(cls: type[Tensor], shape: torch.Size, **geometry: Any) -> Any:
 class ShardedTensor(torch.Tensor):
     """A tensor of global shape that holds this rank's fragment; outside a parameter it has no owner."""
 
-    _fragment: Tensor
+    _fragment: Tensor | Deferred
     _slicing: Slicing
     _owner: weakref.ref[Owner] | None
     _index: int
+    _lane: Lane | None
 
     @staticmethod
     def __new__(
         cls: type[ShardedTensor],
-        fragment: Tensor,
+        fragment: Tensor | Deferred,
         slicing: Slicing,
         requires_grad: bool = False,
         owner: weakref.ref[Owner] | None = None,
         index: int = -1,
+        lane: Lane | None = None,
     ) -> ShardedTensor:
         self: ShardedTensor = _wrapper(
             cls,
@@ -193,12 +197,28 @@ class ShardedTensor(torch.Tensor):
         self._slicing = slicing
         self._owner = owner
         self._index = index
+        self._lane = lane
         return self
 
     @property
     def fragment(self) -> Tensor:
         """This rank's elements, shape (n,), in storage order; empty where the tensor lies on other ranks."""
+        if self._lane is not None:
+            self._lane.wait()
+        if isinstance(self._fragment, Deferred):
+            assert self._fragment.value is not None
+            self._fragment = self._fragment.value
         return self._fragment
+
+    @property
+    def handle(self) -> Tensor | Deferred:
+        """The fragment as an operation in its lane takes it: what was queued before may still change it."""
+        return self._fragment
+
+    @property
+    def lane(self) -> Lane | None:
+        """Where operations on the fragment queue, if it rests off the device."""
+        return self._lane
 
     @property
     def slicing(self) -> Slicing:
@@ -213,23 +233,31 @@ class ShardedTensor(torch.Tensor):
     def whole(self) -> Tensor:
         """The whole value, detached: a collective on all ranks, unless this rank has it at hand."""
         owner = self.owner
-        return self._slicing.assemble(self._fragment) if owner is None else owner.read(self._index)
+        value = self._slicing.assemble(self.fragment) if owner is None else owner.read(self._index)
+        if self._lane is None:
+            return value
+        self._lane.relax()
+        return value.to(self.device)
 
     def local_whole(self) -> Tensor | None:
         """The whole value if no collective is needed for it."""
         owner = self.owner
         if owner is not None:
             return owner.read_local(self._index)
-        return self._slicing.shape_up(self._fragment) if self._slicing.replicated else None
+        return self._slicing.shape_up(self.fragment) if self._slicing.replicated else None
 
     def alias(self) -> ShardedTensor:
         """The same fragment of the same owner without gradient: what ``detach()`` and ``data`` give."""
-        return ShardedTensor(self._fragment, self._slicing, owner=self._owner, index=self._index)
+        return ShardedTensor(self._fragment, self._slicing, owner=self._owner, index=self._index, lane=self._lane)
+
+    def like(self, fragment: Tensor | Deferred) -> ShardedTensor:
+        """A tensor that is cut, and rests, as this one does."""
+        return ShardedTensor(fragment, self._slicing, lane=self._lane)
 
     def store(self, whole: Tensor) -> None:
         """Make ``whole`` the value: this rank keeps its fragment."""
         with self.writing():
-            self._fragment.copy_(self._slicing.cut(whole))
+            self.fragment.copy_(self._slicing.cut(whole))
 
     def writing(self) -> _Writing:
         """Context of every in-place change of the fragment."""
@@ -256,7 +284,12 @@ class ShardedTensor(torch.Tensor):
         return _dispatch(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
-        copied = type(self)(self._fragment.clone(), self._slicing, self.requires_grad)
+        fragment = self.fragment
+        if self._lane is not None:
+            copy = self._lane.allocate(fragment.numel(), fragment.dtype).copy_(fragment)
+        else:
+            copy = fragment.clone()
+        copied = type(self)(copy, self._slicing, self.requires_grad, lane=self._lane)
         memo[id(self)] = copied
         grad = self.grad if isinstance(self, ShardedParameter) else None
         if grad is not None:
@@ -381,7 +414,7 @@ class ShardedParameter(ShardedTensor):
         if isinstance(value, ShardedTensor) and value.slicing is self._slicing:
             return value
         whole = value.whole() if isinstance(value, ShardedTensor | ShardedView) else value.detach()
-        return ShardedTensor(self._slicing.cut(whole.to(self.dtype, copy=True)), self._slicing)
+        return self.like(self._slicing.cut(whole.to(self.dtype, copy=True)).to(self.device))
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
         """Call ``hook`` with each local gradient, whole and before it is reduced, as under data parallelism."""

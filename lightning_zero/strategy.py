@@ -27,8 +27,9 @@ from lightning_zero.checkpoint.one_file import (
     shard_optimizer_state,
 )
 from lightning_zero.copies import shard_copy, share_buffers, unshard_copy
-from lightning_zero.engine import Engine, engine_of, shard, unshard
+from lightning_zero.engine import Engine, checked_offload, engine_of, shard, unshard
 from lightning_zero.host import host_fits
+from lightning_zero.offload import OffloadTarget
 from lightning_zero.placements import stage_placements
 from lightning_zero.precision import RECIPES, PrecisionRecipe
 from lightning_zero.units import UnitSpec
@@ -51,6 +52,8 @@ class _ZeROMixin(_DDPStrategy):
 
     Args:
         stage: 1 shards the optimizer state, 2 also gradients, 3 also parameters; 0 is plain data parallelism.
+        offload: where main weights, gradients and optimizer state rest in place of the device: "cpu", "disk", or an
+            `OffloadTarget` as `HostMemory` and `MappedFile`.
         units: which submodules are gathered and freed together: classes, class names, or a predicate; default: Hugging
             Face's ``_no_split_modules``, else elements of ``ModuleList`` and ``Sequential``.
         recipe: dtypes of training state; default: the row of the Trainer's ``precision`` in `RECIPES`.
@@ -60,7 +63,7 @@ class _ZeROMixin(_DDPStrategy):
             change nothing: unused parameters and changing graphs just work.
 
     Raises:
-        ValueError: ``stage`` is unknown.
+        ValueError: ``stage`` or ``offload`` is unknown, or they do not go together.
         TypeError: another argument is unknown.
     """
 
@@ -69,6 +72,7 @@ class _ZeROMixin(_DDPStrategy):
     def __init__(
         self,
         stage: int = 3,
+        offload: OffloadTarget | str | None = None,
         units: UnitSpec | None = None,
         recipe: PrecisionRecipe | None = None,
         accelerator: Any | None = None,
@@ -81,11 +85,11 @@ class _ZeROMixin(_DDPStrategy):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **ddp_arguments: Any,
     ) -> None:
-        stage_placements(stage)
+        self._offload = checked_offload(offload, stage_placements(stage))
         unknown = sorted(set(ddp_arguments) - set(_DDP_ARGUMENTS))
         if unknown:
             raise TypeError(
-                f"ZeROStrategy does not know {unknown[0]!r}. It takes stage, units, recipe and the process arguments"
+                f"ZeROStrategy does not know {unknown[0]!r}. It takes stage, offload, units, recipe and the process arguments"
                 " of DDPStrategy: `ZeROStrategy(stage=3)`."
             )
         super().__init__(
@@ -149,6 +153,8 @@ class _ZeROMixin(_DDPStrategy):
                 units=self._units,
                 precision=self._recipe or RECIPES.get(self.precision_plugin.precision),
                 device=self.root_device,
+                offload=self._offload,
+                local_ranks=self.num_processes,
             )
         assert self.engine is not None
         if self.engine.abandoned:
@@ -163,6 +169,8 @@ class _ZeROMixin(_DDPStrategy):
             shard_copy(copy, self.lightning_module)
         if fitting:
             self.setup_optimizers(trainer)
+            for optimizer in self.optimizers:
+                self.engine.adopt(optimizer)
         self.setup_precision_plugin()
 
     def _meet_before(self, place: str, loop: Any, method: str) -> None:
@@ -197,7 +205,7 @@ class _ZeROMixin(_DDPStrategy):
         """Make the module plain, where all ranks got here and the host has room for it; false where it is not."""
         module = self.lightning_module
         assert module is not None
-        if self._interrupted and engine.collectives.world_size > 1:
+        if self._interrupted and (engine.collectives.world_size > 1 or engine.failed):
             # Other ranks may never arrive: a collective here would hide the exception behind a hang.
             engine.abandon()
             return False
@@ -349,6 +357,13 @@ class _ZeROMixin(_DDPStrategy):
                     stage=stage,
                     start_method=start_method,
                 )
+            strategy_registry.register(
+                f"zero{stage}_offload",
+                cls,
+                description=f"ZeRO stage {stage}, stepped in host memory",
+                stage=stage,
+                offload="cpu",
+            )
 
 
 def _strategy_class(flavour: Flavour, name: str) -> type[_ZeROMixin]:

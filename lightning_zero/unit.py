@@ -76,6 +76,16 @@ class Unit:
         return all(group.is_gathered for group in self.groups)
 
     @property
+    def updating(self) -> bool:
+        """Whether its next gather waits for an update in the background: the same on every rank."""
+        return any(group.main.updating for group in self.groups)
+
+    def begin_update(self) -> None:
+        """Do in the background what an optimizer queued for it."""
+        for group in self.groups:
+            group.main.begin_update()
+
+    @property
     def numel_whole(self) -> int:
         """Elements of whole buffers held now."""
         return sum(group.layout.total for group in self.groups if group.whole is not None)

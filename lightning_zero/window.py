@@ -109,6 +109,7 @@ class Windows:
         # What one rank does alone must not change what it gathers unasked in training.
         self._order = {flows: _Order() for flows in (True, False)}
         self._prefetched: Unit | None = None
+        self._expected: dict[Unit, Unit] = {}
         self._lingering: Unit | None = None
         self._opened_in_backward: dict[Unit, None] = {}
         self._operands: dict[Unit, None] = {}
@@ -128,7 +129,7 @@ class Windows:
                 unit.check()
             if self._flows:
                 self._flow()
-                self.refresh()
+                self.refresh(self.root)
         self._steps += 1
         try:
             with self.saving():
@@ -171,6 +172,8 @@ class Windows:
         if in_backward():
             return
         self._let_go()
+        if self._flows and not self._packs:
+            self.refresh()
         # A graph may still need the root, which is whole from forward to backward.
         if not torch.is_grad_enabled():
             self.root.reshard()
@@ -226,9 +229,17 @@ class Windows:
             self.forward_order.setdefault(unit)
             self._graph_flows = self._flows
         following = self._order[self._flows].follow(unit)
-        if following is not None:
-            self._unshard(following)
-            self._prefetched = following
+        if following is None:
+            return
+        if following.updating and self._flows:
+            # To wait for it now would hold this unit's computation up.
+            self._expected[unit] = following
+        else:
+            self._prefetch(following)
+
+    def _prefetch(self, unit: Unit) -> None:
+        self._unshard(unit)
+        self._prefetched = unit
 
     def _exit(self, unit: Unit) -> None:
         unit.depth -= 1
@@ -236,6 +247,9 @@ class Windows:
             unit.swap_out()
             if in_backward():
                 return
+            expected = self._expected.pop(unit, None)
+            if expected is not None and self._flows:
+                self._prefetch(expected)
             # It is freed when the next unit opens: a unit may consist of several modules in a row.
             if self._lingering is not None and self._lingering is not unit:
                 self._close(self._lingering)
@@ -333,10 +347,20 @@ class Windows:
         else:
             unit.swap_out()
 
-    def refresh(self) -> None:
-        """Begin to make stale whole values that rest, and the root's, current: in one order on every rank."""
-        self.root.unshard()
-        for unit in self.units if not self._packs else ():
+    def begin_updates(self) -> None:
+        """Do in the background what an optimizer queued, in the order in which the next forward needs it."""
+        for unit in dict.fromkeys((self.root, *self.forward_order, *self.units)):
+            unit.begin_update()
+
+    def refresh(self, needed: Unit | None = None) -> None:
+        """Begin to make stale whole values that rest, and the root's, current: in one order on every rank.
+
+        Args:
+            needed: gather no further than to this unit where that would wait for updates in the background.
+        """
+        units = (self.root, *self.units) if not self._packs else (self.root,)
+        last = units.index(needed) if needed in units and any(unit.updating for unit in units) else len(units)
+        for unit in units[: last + 1]:
             unit.unshard()
 
     def _unshard(self, unit: Unit) -> None:
@@ -350,11 +374,11 @@ class Windows:
             elif not unit.is_gathered:
                 self._lockstep.ask(unit)
         elif not unit.is_whole:
-            # Ranks may differ in which unit they need next; where all of them rest, all are gathered together.
+            # Ranks may differ in which unit they need next; where all of them rest, all are gathered in one order.
             if self._flows:
                 self._flow()
-                self.refresh()
-            for each in (self.root, *self.units):
+                self.refresh(unit)
+            for each in (self.root, *self.units) if not unit.is_gathered else ():
                 if not each.is_gathered:
                     self._lockstep.ask(each)
 

@@ -15,10 +15,11 @@ PACKAGE = Path(lightning_zero.__file__).parent
 FLOORS = {
     "placements": 0, "precision": 0, "autocast": 0, "_lightning": 0,
     "watch": 0, "collectives": 1, "layout": 1, "units": 1,
-    "flat_buffer": 2,
-    "sharded_parameter": 3, "sharded_ops": 3, "whole_parameter": 3, "partition": 3,
+    "host_memory": 0, "offload": 2, "lane": 2, "flat_buffer": 2,
+    "sharded_parameter": 3, "sharded_ops": 3, "whole_parameter": 3, "partition": 3, "main_weights": 3,
     "param_group": 4, "param_hooks": 4, "gradients": 4,
     "unit": 5, "window": 5, "windowed_forward": 5, "reducer": 5, "lockstep": 5,
+    "offload_plan": 5,
     "engine": 6, "copies": 6, "gathering": 6, "held": 6, "host": 6, "checkpoint": 6,
     "callbacks": 7, "strategy": 7, "__init__": 7,
 }  # fmt: skip
@@ -33,11 +34,17 @@ COLLECTIVES = {
 
 PUBLIC = [
     "STAGES",
+    "HostMemory",
+    "MappedFile",
+    "MovedBytes",
+    "OffloadError",
+    "OffloadTarget",
     "PrecisionRecipe",
     "PytorchLightningZeROStrategy",
     "ZeROStrategy",
     "gathered",
     "held_bytes",
+    "moved_bytes",
     "no_sync",
     "planned_bytes",
     "shard",

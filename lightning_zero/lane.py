@@ -1,0 +1,215 @@
+"""Work on state that rests off the device: it queues, and is done before anyone reads its result.
+
+    optimizer.step()    mul_ | lerp_ | addcdiv_ | upload        operations queue, `step()` returns
+    in the background   one lane after another, in forward order
+    a reader            waits for its own lane, and does itself what nobody has begun
+
+One lane holds the state of one group. What an operation takes it takes as it was when it was queued, so that results
+are those of doing it at once.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from lightning_zero.flat_buffer import BufferPool
+from lightning_zero.offload import OffloadError, OffloadTarget
+
+__all__ = ["Background", "CopyStream", "Deferred", "Lane"]
+
+T = TypeVar("T")
+
+Mark = Any
+"""A position of a CUDA stream, or ``None`` on the CPU, where everything is done at once."""
+
+
+class CopyStream:
+    """Copies between the device and the host beside the computation.
+
+    Args:
+        device: on the CPU there is one stream of work, and a copy is a copy.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._device = device
+
+    def mark(self) -> Mark:
+        """The position of the compute stream: what is queued on it so far."""
+        return None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
+
+    @contextmanager
+    def after(self, mark: Mark) -> Iterator[None]:
+        """Context of copies that begin after ``mark``. At its end they are done, for the host too."""
+        if self._stream is None:
+            yield
+            return
+        # The background thread has a current device of its own.
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            self._stream.wait_event(mark)
+            yield
+        self._stream.synchronize()
+
+    def settle(self) -> None:
+        """Wait, on the host, for what the compute stream does."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).synchronize()
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Context of work that begins after what the compute stream does now, and goes on beside it."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+
+class Background:
+    """What all lanes of a model share: the target, the thread, the counters, and a failure, which ends all.
+
+    Args:
+        target: where state rests.
+        device: where it computes.
+    """
+
+    def __init__(self, target: OffloadTarget, device: torch.device) -> None:
+        target.open(device)
+        self.target = target
+        self.copies = CopyStream(device)
+        self.gathers = CopyStream(device)
+        self.pool = BufferPool(torch.device("cpu"), allocate=lambda n, dtype: target.allocate(n, dtype, True))
+        self.moved: Counter[str] = Counter()
+        """Bytes "to device" and "to rest" that this rank moved."""
+        self.failure: BaseException | None = None
+        self._thread: ThreadPoolExecutor | None = None
+
+    def submit(self, work: Callable[[], None]) -> None:
+        """Do ``work`` in the background, after what was submitted before."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="lightning_zero.offload")
+        self._thread.submit(work)
+
+    def close(self) -> None:
+        """End the thread after what was submitted, and give the target back."""
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None
+        self.target.close()
+
+
+class Deferred:
+    """A fragment that a queued operation will make.
+
+    Args:
+        dtype: of its elements.
+        device: where it will be.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype = dtype
+        self.device = device
+        self.value: Tensor | None = None
+
+
+class Lane:
+    """Operations on the state of one group, in order.
+
+    Args:
+        name: of the state, for errors.
+        background: shared with the other lanes of a model.
+    """
+
+    def __init__(self, name: str, background: Background) -> None:
+        self.name = name
+        self.background = background
+        self._queue: deque[Callable[[], object]] = deque()
+        self._lock = threading.RLock()
+        self._resting: list[weakref.ref[Tensor]] = []
+
+    def allocate(self, numel: int, dtype: torch.dtype, moves: bool = False) -> Tensor:
+        """See `OffloadTarget.allocate`; the lane tells the target when it is not needed for a while."""
+        return self.keep(self.background.target.allocate(numel, dtype, moves))
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A buffer of shape (numel,) that moves, from the pool."""
+        return self.keep(self.background.pool.take(numel, dtype))
+
+    def keep(self, resting: Tensor) -> Tensor:
+        """Have `relax` know of ``resting``."""
+        self._resting = [reference for reference in self._resting if reference() is not None]
+        self._resting.append(weakref.ref(resting))
+        return resting
+
+    def add(self, operation: Callable[[], object]) -> None:
+        """Queue ``operation``. It must not read through anything that waits for this lane."""
+        self._queue.append(operation)
+
+    def begin(self) -> None:
+        """Have what is queued done in the background."""
+        self.background.submit(self._work)
+
+    def _work(self) -> None:
+        try:
+            self._drain()
+        except BaseException as error:
+            # Whoever waits next, on the main thread, raises it.
+            self.background.failure = self.background.failure or error
+
+    def wait(self) -> None:
+        """See that everything that was queued is done.
+
+        Raises:
+            OffloadError: some operation of this model failed.
+        """
+        failure = self.background.failure
+        if failure is None and self._queue:
+            try:
+                self._drain()
+            except BaseException as error:
+                failure = self.background.failure = self.background.failure or error
+        failure = failure or self.background.failure
+        if failure is not None:
+            self._queue.clear()
+            raise OffloadError(
+                f"offloaded state could not be updated, at `{self.name}` or before: {failure}. Weights may be of"
+                " different steps now: resume from the last checkpoint."
+            ) from failure
+
+    def compute(self, function: Callable[[], T]) -> T:
+        """What ``function`` makes of the state, after everything that was queued before."""
+        result: list[T] = []
+        self.add(lambda: result.append(function()))
+        self.wait()
+        return result[0]
+
+    def _drain(self) -> None:
+        with self._lock, torch.inference_mode(False), torch.no_grad():
+            while self._queue and self.background.failure is None:
+                self._queue[0]()
+                # Only now: who sees an empty queue goes on to read.
+                self._queue.popleft()
+            self.relax()
+
+    def relax(self) -> None:
+        """Note that nothing of this lane is needed for a while."""
+        for reference in self._resting:
+            tensor = reference()
+            if tensor is not None:
+                self.background.target.relax(tensor)
+
+    @contextmanager
+    def still(self) -> Iterator[None]:
+        """Context in which no operation of this lane runs."""
+        with self._lock:
+            yield
