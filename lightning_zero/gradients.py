@@ -282,7 +282,7 @@ class _Descent:
         # At its end the host has waited, so the buffer on the device may be used again.
         with shared.copies.after(self._mark):
             shared.target.to_rest(into, value)
-        shared.moved["to rest"] += value.nbytes
+        shared.count("to rest", value.nbytes)
         self.value = None
         if self._adds:
             self._resting.add_(into)

@@ -91,8 +91,14 @@ class Background:
         self.pool = BufferPool(torch.device("cpu"), allocate=lambda n, dtype: target.allocate(n, dtype, True))
         self.moved: Counter[str] = Counter()
         """Bytes "to device" and "to rest" that this rank moved."""
+        self._counting = threading.Lock()
         self.failure: BaseException | None = None
         self._thread: ThreadPoolExecutor | None = None
+
+    def count(self, way: str, nbytes: int) -> None:
+        """Count bytes that were moved, on either thread."""
+        with self._counting:
+            self.moved[way] += nbytes
 
     def submit(self, work: Callable[[], None]) -> None:
         """Do ``work`` in the background, after what was submitted before."""

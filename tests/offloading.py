@@ -42,7 +42,9 @@ class ArrayMemory(OffloadTarget):
     """A further target, as its author would write it: state rests in arrays of numpy's."""
 
     def allocate(self, numel: int, dtype: torch.dtype, moves: bool) -> Tensor:
-        return torch.from_numpy(np.zeros(max(numel, 1) * dtype.itemsize, np.uint8)).view(dtype)[:numel]
+        if not numel:
+            return torch.empty(0, dtype=dtype)
+        return torch.from_numpy(np.zeros(numel * dtype.itemsize, np.uint8)).view(dtype)
 
 
 TARGETS: dict[str, Callable[[], OffloadTarget]] = {
