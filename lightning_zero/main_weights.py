@@ -99,6 +99,7 @@ class OffloadedWeights(MainWeights):
     ) -> None:
         resting = lane.allocate(value.numel(), value.dtype, moves=True)
         lane.background.target.to_rest(resting, value)
+        lane.background.copies.settle()
         super().__init__(resting, own_shard, model_dtype)
         self.lane = lane
         self._same_dtype = value.dtype == model_dtype
