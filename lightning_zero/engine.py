@@ -107,7 +107,7 @@ class Engine(GroupObserver):
         self._dissolution.atexit = False
         _engines[module] = self
 
-    def planned_bytes(self, moments: int, where: Where) -> StateBytes:
+    def planned_bytes(self, moments: int = 2, where: Where = "everywhere") -> StateBytes:
         """See the function of this name."""
         kinds = {"everywhere": (False, True), "device": (False,), "offloaded": (True,)}[where]
         planned = [group.planned_bytes(moments, offloaded) for group in self.groups for offloaded in kinds]
