@@ -154,7 +154,7 @@ class OffloadedWeights(MainWeights):
         # What computed with the old values was queued before the mark.
         with shared.copies.after(mark):
             shared.target.to_device(self._ready, source)
-        shared.moved["to device"] += self._ready.nbytes
+        shared.count_moved("to device", self._ready.nbytes)
 
     @contextmanager
     def source(self, whole: Tensor) -> Iterator[Tensor]:
@@ -172,7 +172,7 @@ class OffloadedWeights(MainWeights):
         # The gather follows the copy on a stream beside the computation, which waits for the gather alone.
         with shared.gathers.beside():
             shared.target.to_device(own, self._ready)
-            shared.moved["to device"] += own.nbytes
+            shared.count_moved("to device", own.nbytes)
             yield own
 
     def shards(self) -> Iterator[tuple[Tensor, bool]]:
