@@ -7,12 +7,12 @@ import pkgutil
 
 from torch._dynamo import trace_rules
 
-from lightning_zero.engine import MovedBytes, moved_bytes, no_sync, planned_bytes, shard, unshard
 from lightning_zero.gathering import gathered
 from lightning_zero.held import held_bytes
 from lightning_zero.offload import HostMemory, MappedFile, OffloadError, OffloadTarget
 from lightning_zero.placements import STAGES
 from lightning_zero.precision import PrecisionRecipe
+from lightning_zero.sharding import MovedBytes, moved_bytes, no_sync, planned_bytes, shard, unshard
 from lightning_zero.strategy import PytorchLightningZeROStrategy, ZeROStrategy, register_strategies
 
 __all__ = [

@@ -30,8 +30,12 @@ def shard_copy(copy: nn.Module, module: nn.Module) -> None:
             return parameter
         slicing = like.slicing
         whole = parameter.detach().to(slicing.collectives.device, copy=True).contiguous()
-        fragment = slicing.cut(slicing.collectives.broadcast(whole)).to(parameter.device, copy=True)
-        return ShardedParameter(fragment, slicing, parameter.requires_grad)
+        fragment = slicing.cut(slicing.collectives.broadcast(whole))
+        if like.lane is None:
+            fragment = fragment.to(parameter.device, copy=True)
+        else:
+            fragment = like.lane.allocate(fragment.numel(), fragment.dtype).copy_(fragment)
+        return ShardedParameter(fragment, slicing, parameter.requires_grad, lane=like.lane)
 
     _replace(copy, cut)
 

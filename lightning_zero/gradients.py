@@ -147,6 +147,7 @@ class GroupGradients:
                 self._descent = _Descent(out, self._main, lane, adds=True)
         if not self._more_follow:
             lane.begin()
+            lane.background.leaves(lane)
 
     def _clear_dropped(self) -> None:
         """Gradients that were set to ``None`` start from zero, in a copy: someone may have kept the old values."""
@@ -282,7 +283,7 @@ class _Descent:
         # At its end the host has waited, so the buffer on the device may be used again.
         with shared.copies.after(self._mark):
             shared.target.to_rest(into, value)
-        shared.count("to rest", value.nbytes)
+        shared.count_moved("to rest", value.nbytes)
         self.value = None
         if self._adds:
             self._resting.add_(into)

@@ -8,10 +8,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.checkpoint.one_file import PER_PARAMETER_SCALARS
-from lightning_zero.engine import Where
 from lightning_zero.flat_buffer import storage_id
 from lightning_zero.param_group import ParamGroup
-from lightning_zero.placements import StateBytes
+from lightning_zero.placements import StateBytes, Where
 from lightning_zero.sharded_parameter import ShardedParameter, ShardedTensor
 
 __all__ = ["held_bytes"]

@@ -11,6 +11,7 @@ are those of doing it at once.
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -30,6 +31,10 @@ T = TypeVar("T")
 
 Mark = Any
 """A position of a CUDA stream, or ``None`` on the CPU, where everything is done at once."""
+
+
+IN_FLIGHT = 2
+"""Groups whose mean gradients leave the device at a time."""
 
 
 class CopyStream:
@@ -91,14 +96,38 @@ class Background:
         self.pool = BufferPool(torch.device("cpu"), allocate=lambda n, dtype: target.allocate(n, dtype, True))
         self.moved: Counter[str] = Counter()
         """Bytes "to device" and "to rest" that this rank moved."""
-        self._counting = threading.Lock()
+        self.seconds = {"worked": 0.0, "waited": 0.0}
+        """Seconds of operations, in whatever thread, and seconds that readers waited for them, or did them."""
         self.failure: BaseException | None = None
         self._thread: ThreadPoolExecutor | None = None
+        self._leaving: deque[Lane] = deque()
+        # Several threads count, and a sum in place is more than one step.
+        self._counting = threading.Lock()
 
-    def count(self, way: str, nbytes: int) -> None:
-        """Count bytes that were moved, on either thread."""
+    def count_moved(self, to: str, nbytes: int) -> None:
+        """Note a transfer."""
         with self._counting:
-            self.moved[way] += nbytes
+            self.moved[to] += nbytes
+
+    @contextmanager
+    def timing(self, what: str) -> Iterator[None]:
+        """Context whose seconds count as ``what``."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            with self._counting:
+                self.seconds[what] += time.perf_counter() - started
+
+    def leaves(self, lane: Lane) -> None:
+        """Note that mean gradients of ``lane`` begin to leave the device, and wait for those `IN_FLIGHT` before.
+
+        A backward that is faster than the transfers, or a host that runs ahead of its device, would else fill the
+        device with what is about to leave it.
+        """
+        self._leaving.append(lane)
+        if len(self._leaving) > IN_FLIGHT:
+            self._leaving.popleft().wait()
 
     def submit(self, work: Callable[[], None]) -> None:
         """Do ``work`` in the background, after what was submitted before."""
@@ -111,6 +140,7 @@ class Background:
         if self._thread is not None:
             self._thread.shutdown()
             self._thread = None
+        self._leaving.clear()
         self.target.close()
 
 
@@ -185,7 +215,8 @@ class Lane:
         failure = self.background.failure
         if failure is None and self._queue:
             try:
-                self._drain()
+                with self.background.timing("waited"):
+                    self._drain()
             except BaseException as error:
                 failure = self.background.failure = self.background.failure or error
         failure = failure or self.background.failure
@@ -204,7 +235,7 @@ class Lane:
         return result[0]
 
     def _drain(self) -> None:
-        with self._lock, torch.inference_mode(False), torch.no_grad():
+        with self._lock, self.background.timing("worked"), torch.inference_mode(False), torch.no_grad():
             while self._queue and self.background.failure is None:
                 self._queue[0]()
                 # Only now: who sees an empty queue goes on to read.

@@ -99,6 +99,7 @@ class OffloadedWeights(MainWeights):
     ) -> None:
         resting = lane.allocate(value.numel(), value.dtype, moves=True)
         lane.background.target.to_rest(resting, value)
+        lane.background.copies.settle()
         super().__init__(resting, own_shard, model_dtype)
         self.lane = lane
         self._same_dtype = value.dtype == model_dtype
@@ -153,7 +154,7 @@ class OffloadedWeights(MainWeights):
         # What computed with the old values was queued before the mark.
         with shared.copies.after(mark):
             shared.target.to_device(self._ready, source)
-        shared.count("to device", self._ready.nbytes)
+        shared.count_moved("to device", self._ready.nbytes)
 
     @contextmanager
     def source(self, whole: Tensor) -> Iterator[Tensor]:
@@ -171,7 +172,7 @@ class OffloadedWeights(MainWeights):
         # The gather follows the copy on a stream beside the computation, which waits for the gather alone.
         with shared.gathers.beside():
             shared.target.to_device(own, self._ready)
-            shared.count("to device", own.nbytes)
+            shared.count_moved("to device", own.nbytes)
             yield own
 
     def shards(self) -> Iterator[tuple[Tensor, bool]]:

@@ -3,8 +3,8 @@
     HostMemory    page-locked host memory
     MappedFile    files that are mapped into memory: the state may be larger than the host's memory
 
-A target is a choice until `open`, and holds resources from then to `close`. A further one implements
-`OffloadTarget.allocate`, and whatever else differs from host memory.
+A target is a choice until `open`, and holds resources from then to `close`; each sharded module opens and closes it
+once. A further one implements `OffloadTarget.allocate`, and whatever else differs from host memory.
 """
 
 from __future__ import annotations
@@ -114,11 +114,13 @@ class HostMemory(OffloadTarget):
     """
 
     pin_memory: bool = True
-    _device: torch.device = field(default=torch.device("cpu"), init=False, repr=False)
-    _locked: list[Tensor] = field(default_factory=list, init=False, repr=False)
+    _device: torch.device = field(default=torch.device("cpu"), init=False, repr=False, compare=False)
+    _locked: list[Tensor] = field(default_factory=list, init=False, repr=False, compare=False)
+    _users: int = field(default=0, init=False, repr=False, compare=False)
 
     def open(self, device: torch.device) -> None:
         self._device = device
+        self._users += 1
 
     def allocate(self, numel: int, dtype: torch.dtype, moves: bool) -> Tensor:
         tensor = torch.empty(numel, dtype=dtype)
@@ -140,9 +142,11 @@ class HostMemory(OffloadTarget):
         )
 
     def close(self) -> None:
-        locked, self._locked = self._locked, []
-        for tensor in locked:
-            page_unlock(tensor)
+        self._users -= 1
+        if self._users == 0:
+            locked, self._locked = self._locked, []
+            for tensor in locked:
+                page_unlock(tensor)
 
 
 def page_lock(tensor: Tensor) -> str | None:

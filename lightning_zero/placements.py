@@ -14,8 +14,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Literal
 
-__all__ = ["STAGES", "Placement", "Placements", "StateBytes", "Traffic", "stage_placements"]
+__all__ = ["STAGES", "Placement", "Placements", "StateBytes", "Traffic", "Where", "stage_placements"]
+
+
+Where = Literal["everywhere", "device", "offloaded"]
+"""Which part of the state: what rests on the device, off it, or both."""
 
 
 class Placement(Enum):

@@ -27,11 +27,12 @@ from lightning_zero.checkpoint.one_file import (
     shard_optimizer_state,
 )
 from lightning_zero.copies import shard_copy, share_buffers, unshard_copy
-from lightning_zero.engine import Engine, checked_offload, engine_of, shard, unshard
+from lightning_zero.engine import Engine, engine_of
 from lightning_zero.host import host_fits
 from lightning_zero.offload import OffloadTarget
 from lightning_zero.placements import stage_placements
 from lightning_zero.precision import RECIPES, PrecisionRecipe
+from lightning_zero.sharding import checked_offload, shard, unshard
 from lightning_zero.units import UnitSpec
 
 if TYPE_CHECKING:
@@ -89,8 +90,8 @@ class _ZeROMixin(_DDPStrategy):
         unknown = sorted(set(ddp_arguments) - set(_DDP_ARGUMENTS))
         if unknown:
             raise TypeError(
-                f"ZeROStrategy does not know {unknown[0]!r}. It takes stage, offload, units, recipe and the process arguments"
-                " of DDPStrategy: `ZeROStrategy(stage=3)`."
+                f"ZeROStrategy does not know {unknown[0]!r}. It takes stage, offload, units, recipe and the process"
+                " arguments of DDPStrategy: `ZeROStrategy(stage=3)`."
             )
         super().__init__(
             accelerator=accelerator,

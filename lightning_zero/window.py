@@ -212,7 +212,9 @@ class Windows:
     def _open_in_forward(self, unit: Unit) -> None:
         if self._steps:
             self._open_root()
-        self._let_go(keep=unit)
+        # Several modules of one unit in a row: what was gathered ahead still comes after them.
+        if unit is not self._lingering:
+            self._let_go(keep=unit)
         self._unshard(unit)
         self._follow(unit)
         unit.wait()

@@ -1,0 +1,203 @@
+"""The offload of one module: which units' state rests off the device, whether there is room, and who steps it."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+
+from lightning_zero.collectives import Collectives
+from lightning_zero.host_memory import free_host_bytes
+from lightning_zero.lane import Background
+from lightning_zero.offload import OffloadError, OffloadTarget
+from lightning_zero.precision import Dtypes
+from lightning_zero.sharded_parameter import ShardedParameter
+
+__all__ = ["Candidate", "Offloading"]
+
+_log = logging.getLogger(__name__)
+
+_MOMENTS = {
+    "Adam": 2,
+    "AdamW": 2,
+    "NAdam": 2,
+    "RAdam": 2,
+    "Adamax": 2,
+    "Adadelta": 2,
+    "Adagrad": 1,
+    "ASGD": 1,
+    "Rprop": 2,
+}
+"""Optimizer state in multiples of the weights, where it does not depend on settings."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A parameter that may be offloaded.
+
+    Args:
+        unit: that it belongs to.
+        numel: elements of the whole parameter.
+        shards: that it is cut into.
+        trained: whether it has gradients and optimizer state.
+        dtypes: of its state.
+    """
+
+    unit: int | None
+    numel: int
+    shards: int
+    trained: bool
+    dtypes: Dtypes
+
+    @property
+    def known_bytes(self) -> float:
+        """Of main weights and gradients, a rank."""
+        dtypes = self.dtypes
+        gradient = dtypes.main_grad.itemsize
+        if dtypes.main_grad != dtypes.main:  # it is widened for the optimizer
+            gradient += dtypes.main.itemsize
+        return self.numel / self.shards * (dtypes.main.itemsize + (gradient if self.trained else 0))
+
+    @property
+    def likely_bytes(self) -> float:
+        """With Adam's two moments."""
+        return self.known_bytes + 2 * self.trained * self.numel / self.shards * self.dtypes.main.itemsize
+
+
+class Offloading:
+    """What is offloaded of one module, and what works on it.
+
+    Args:
+        target: where.
+        candidates: parameters that ``target`` may take.
+        units: all units, in the order of the forward.
+        collectives: of the ranks that share the state.
+        local_ranks: ranks on this host.
+
+    Raises:
+        OffloadError: there is no room for main weights and gradients; nothing was allocated.
+    """
+
+    def __init__(
+        self,
+        target: OffloadTarget,
+        candidates: Sequence[Candidate],
+        units: Sequence[int | None],
+        collectives: Collectives,
+        local_ranks: int,
+    ) -> None:
+        self._target = target
+        self._collectives = collectives
+        self._local_ranks = local_ranks
+        self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self.units = _chosen(target, candidates, units, collectives.device)
+        """Those whose state is offloaded."""
+        need = sum(candidate.known_bytes for candidate in candidates if candidate.unit in self.units)
+        self._require_room(need, "main weights and gradients")
+        self.background = Background(target, collectives.device)
+
+    def takes(self, unit: int | None, trained: bool) -> bool:
+        """Whether ``unit``'s trained parameters, or its frozen ones, are offloaded."""
+        return unit in self.units and (self._target.optimizer if trained else self._target.parameters)
+
+    def adopt(self, optimizer: Optimizer) -> None:
+        """Prepare ``optimizer``, which steps offloaded parameters: a collective, once for each.
+
+        Raises:
+            OffloadError: there is no room for its state.
+        """
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        offloaded = [p for p in parameters if isinstance(p, ShardedParameter) and p.lane is not None]
+        if offloaded:
+            # Each time: after a checkpoint was loaded its groups are those of the file.
+            _ask_for_fused(optimizer)
+        if optimizer in self._known:
+            return
+        self._known.add(optimizer)
+        new = sum(p.slicing.own.numel * p.element_size() for p in offloaded if p not in optimizer.state)
+        self._require_room(_moments_of(optimizer) * new, f"the state of {type(optimizer).__name__}")
+
+    def _require_room(self, nbytes: float, what: str) -> None:
+        """See that ``nbytes`` a rank can be allocated on every host: a collective, one answer."""
+        free = self._target.free_bytes()
+        need = int(nbytes) * self._local_ranks
+        lacks = free is not None and need > free
+        flag = torch.tensor([lacks], dtype=torch.uint8)
+        self._collectives.max_flags(flag).wait()
+        if not flag.item():
+            return
+        place = type(self._target).__name__
+        if not lacks or free is None:
+            raise OffloadError(f"{place} on another host has no room for {what}. Its ranks say how much is missing.")
+        fits = int(100 * free / need) / 100
+        less = f"`{place}(ratio={fits})`, where the device has room for the rest" if fits else "a smaller model"
+        other = "a directory on a larger disk" if place == "MappedFile" else "`MappedFile('/path/on/a/disk')`"
+        raise OffloadError(
+            f"{what} of {self._local_ranks} rank{'s' if self._local_ranks > 1 else ''} on this host need"
+            f" {need / 1e9:.3f} GB, and {free / 1e9:.3f} GB are free. What fits: {less}; or {other}."
+        )
+
+
+def _chosen(
+    target: OffloadTarget, candidates: Sequence[Candidate], units: Sequence[int | None], device: torch.device
+) -> set[int | None]:
+    """The units that are offloaded: those that stay are the first ones that fit.
+
+    The forward needs those first, and their update is done where it is fast; the later ones have longer to arrive.
+    """
+    nbytes: dict[int | None, float] = dict.fromkeys(units, 0.0)
+    for candidate in candidates:
+        nbytes[candidate.unit] += candidate.likely_bytes
+    if target.ratio == "auto":
+        room = float(target.device_budget if target.device_budget is not None else _free_bytes(device) // 2)
+    else:
+        room = (1 - target.ratio) * sum(nbytes.values())
+    offloaded = set()
+    for unit, size in nbytes.items():
+        if size <= room:
+            room -= size
+        else:
+            offloaded.add(unit)
+    return offloaded
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return free_host_bytes() or 0
+
+
+def _moments_of(optimizer: Optimizer) -> float:
+    """Optimizer state in multiples of the weights; 0 where the class is unknown."""
+    name = type(optimizer).__name__
+    groups = optimizer.param_groups
+    if name == "SGD":
+        return float(any(group["momentum"] for group in groups))
+    if name == "RMSprop":
+        return 1.0 + any(group["momentum"] for group in groups) + any(group["centered"] for group in groups)
+    return _MOMENTS.get(name, 0) + float(any(group.get("amsgrad") for group in groups))
+
+
+def _ask_for_fused(optimizer: Optimizer) -> None:
+    """Have torch's fused kernel step what rests on the host, if the user asked for no implementation.
+
+    The default there is a loop over parameters that passes their memory several times.
+    """
+    if type(optimizer) not in (Adam, AdamW, SGD, Adagrad):
+        return
+    asked = False
+    for group in optimizer.param_groups:
+        free = group.get("fused") is None and group.get("foreach") is None and not group.get("differentiable")
+        if free and not group.get("capturable") and all(p.is_floating_point() for p in group["params"]):
+            asked = group["fused"] = True
+    if asked:
+        optimizer.defaults["fused"] = True
+        _log.info(
+            "Offloaded state is stepped by torch's fused %s. For another implementation pass `foreach=True` or"
+            " `fused=False`.",
+            type(optimizer).__name__,
+        )
