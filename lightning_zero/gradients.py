@@ -267,8 +267,8 @@ class _Descent:
         lane.add(self._move)
 
     def add(self, more: Tensor) -> bool:
-        """Add ``more`` while that is possible; whether it was."""
-        if self.value is None:
+        """Add ``more`` while that is possible; whether it was. What user code did to the sum since goes before."""
+        if self.value is None or not self._lane.ends_with(self._move):
             return False
         self.value.add_(more)
         self._mark = self._lane.background.copies.mark()

@@ -199,6 +199,10 @@ class Lane:
         """Queue ``operation``. It must not read through anything that waits for this lane."""
         self._queue.append(operation)
 
+    def ends_with(self, operation: Callable[[], object]) -> bool:
+        """Whether ``operation`` is queued, and nothing after it."""
+        return bool(self._queue) and self._queue[-1] == operation
+
     def begin(self) -> None:
         """Have what is queued done in the background."""
         self.background.submit(self._work)

@@ -17,6 +17,7 @@ import sys
 import tempfile
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -215,10 +216,15 @@ _DONT_NEED = 4
 def _advise(resting: Tensor, advice: int) -> None:
     if not resting.nbytes:
         return
+    if _libc().madvise(resting.data_ptr(), resting.nbytes, advice):
+        raise OffloadError(f"madvise failed: {os.strerror(ctypes.get_errno())}")
+
+
+@cache
+def _libc() -> ctypes.CDLL:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    if libc.madvise(resting.data_ptr(), resting.nbytes, advice):
-        raise OffloadError(f"madvise failed: {os.strerror(ctypes.get_errno())}")
+    return libc
 
 
 def offload_target(offload: OffloadTarget | str | None) -> OffloadTarget | None:

@@ -254,6 +254,12 @@ class ShardedTensor(torch.Tensor):
         """A tensor that is cut, and rests, as this one does."""
         return ShardedTensor(fragment, self._slicing, lane=self._lane)
 
+    def kept(self, fragment: Tensor) -> ShardedTensor:
+        """A tensor like this one of a copy of ``fragment``, which is to be kept: it rests where this one does."""
+        if self._lane is None:
+            return self.like(fragment.to(self.device, copy=True))
+        return self.like(self._lane.allocate(fragment.numel(), fragment.dtype).copy_(fragment))
+
     def store(self, whole: Tensor) -> None:
         """Make ``whole`` the value: this rank keeps its fragment."""
         with self.writing():
@@ -284,12 +290,7 @@ class ShardedTensor(torch.Tensor):
         return _dispatch(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
-        fragment = self.fragment
-        if self._lane is not None:
-            copy = self._lane.allocate(fragment.numel(), fragment.dtype).copy_(fragment)
-        else:
-            copy = fragment.clone()
-        copied = type(self)(copy, self._slicing, self.requires_grad, lane=self._lane)
+        copied = type(self)(self.kept(self.fragment).fragment, self._slicing, self.requires_grad, lane=self._lane)
         memo[id(self)] = copied
         grad = self.grad if isinstance(self, ShardedParameter) else None
         if grad is not None:
@@ -414,7 +415,7 @@ class ShardedParameter(ShardedTensor):
         if isinstance(value, ShardedTensor) and value.slicing is self._slicing:
             return value
         whole = value.whole() if isinstance(value, ShardedTensor | ShardedView) else value.detach()
-        return self.like(self._slicing.cut(whole.to(self.dtype, copy=True)).to(self.device))
+        return self.kept(self._slicing.cut(whole.to(self.dtype)))
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
         """Call ``hook`` with each local gradient, whole and before it is reduced, as under data parallelism."""
