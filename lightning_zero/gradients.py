@@ -145,9 +145,7 @@ class GroupGradients:
                 self._descent = _Descent(out, self._main, lane, adds=False)
             else:
                 self._descent = _Descent(out, self._main, lane, adds=True)
-        if not self._more_follow:
-            lane.begin()
-            lane.background.leaves(lane)
+        lane.background.leaves(lane, self._more_follow)
 
     def _clear_dropped(self) -> None:
         """Gradients that were set to ``None`` start from zero, in a copy: someone may have kept the old values."""

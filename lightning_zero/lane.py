@@ -119,12 +119,20 @@ class Background:
             with self._counting:
                 self.seconds[what] += time.perf_counter() - started
 
-    def leaves(self, lane: Lane) -> None:
-        """Note that mean gradients of ``lane`` begin to leave the device, and wait for those `IN_FLIGHT` before.
+    def leaves(self, lane: Lane, more_follow: bool) -> None:
+        """Note that mean gradients of ``lane`` leave the device, and wait for those `IN_FLIGHT` before.
 
         A backward that is faster than the transfers, or a host that runs ahead of its device, would else fill the
         device with what is about to leave it.
+
+        Args:
+            more_follow: not yet: further ones add to them on the device first.
         """
+        if more_follow:
+            # What left for the step before is over, and a wait for its lane would not let more follow.
+            self._leaving.clear()
+            return
+        lane.begin()
         self._leaving.append(lane)
         if len(self._leaving) > IN_FLIGHT:
             self._leaving.popleft().wait()
