@@ -124,7 +124,9 @@ class Engine(GroupObserver):
         """`meet`, unless training flows."""
         if purpose not in FLOWING:
             self.meet(purpose)
-        elif self.lockstep.asked:
+            return
+        self.windows.complete()
+        if self.lockstep.asked:
             self.meet("training step")
 
     def meet(self, place: str) -> None:
@@ -134,6 +136,7 @@ class Engine(GroupObserver):
             RanksDifferError: another rank is elsewhere.
         """
         if not self.abandoned:
+            self.windows.complete()
             self.windows.pause()
             self.windows.agree_on_root(self.lockstep.meet(place, self.root.is_gathered))
 
@@ -199,6 +202,7 @@ class Engine(GroupObserver):
 
     def before_write(self, group: ParamGroup) -> None:
         """A resting parameter of ``group`` is about to be written, on all ranks: none may still need the old values."""
+        self.windows.complete()
         if not (self._may_write or self.placements.keeps_whole_parameters or in_backward()):
             self._may_write = True
             self.meet("write")
