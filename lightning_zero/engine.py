@@ -23,7 +23,7 @@ from lightning_zero.flat_buffer import BufferPool
 from lightning_zero.holders import drop_references, flatten_again
 from lightning_zero.lane import Background
 from lightning_zero.lockstep import FLOWING, Lockstep
-from lightning_zero.offload import OffloadError, OffloadTarget
+from lightning_zero.offload import OffloadTarget
 from lightning_zero.param_group import GroupObserver, ParamGroup
 from lightning_zero.placements import STAGES, Placements, StateBytes, Where
 from lightning_zero.precision import PrecisionRecipe
@@ -264,9 +264,12 @@ class Engine(GroupObserver):
     def finish_transfers(self) -> None:
         """Wait for what the last optimizer step left under way: other ranks may still receive this rank's part."""
         if not self.abandoned:
-            for group in self.groups:
-                group.finish_gather()
+            self._finish_gathers()
             self.finish_updates()
+
+    def _finish_gathers(self) -> None:
+        for group in self.groups:
+            group.finish_gather()
 
     def finish_updates(self) -> None:
         """Wait for what works on offloaded state in the background.
@@ -290,15 +293,17 @@ class Engine(GroupObserver):
             unit.swap_out()
         self._remove_windows()
 
-    def _dissolve(self) -> None:
+    def _dissolve(self, waits: bool = False) -> None:
         self.collectives.watch.stop()
-        # Nobody is left to receive this rank's part, or an update failed and was told then.
-        with suppress(CollectiveFailedError, OffloadError):
-            self.finish_transfers()
+        # Not for updates: a garbage collection may run this in the background thread itself, or where a lane is held.
+        # Who reads their results later, as an average of the weights, waits for them.
+        if not self.abandoned:
+            with suppress(CollectiveFailedError):  # nobody is left to receive this rank's part
+                self._finish_gathers()
         for group in self.groups:
             group.observer = GroupObserver()
         if self.background is not None:
-            self.background.close()
+            self.background.close(waits)
         for collection in (self.groups, self.units, self._forwards, self._held):
             collection.clear()
         del self.reducer, self.windows, self.root
@@ -321,7 +326,8 @@ class Engine(GroupObserver):
         assert module is not None
         flatten_again(module)
         del _engines[module]
-        self._dissolution()
+        self._dissolution.detach()
+        self._dissolve(waits=True)
 
 
 def _alone(placements: Placements, offload: OffloadTarget | None) -> Placements:

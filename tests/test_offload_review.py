@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import threading
+import weakref
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -10,7 +15,7 @@ from distributed import run_ranks
 from torch import Tensor, nn
 
 import lightning_zero
-from lightning_zero import OffloadTarget
+from lightning_zero import HostMemory, OffloadTarget
 from lightning_zero.engine import Engine, engine_of
 
 WORLD_SIZE = 2
@@ -164,3 +169,47 @@ def test_an_optimizer_that_takes_norms_of_weights(stage: int) -> None:
         return whole_weights(model)
 
     assert same(run_ranks(WORLD_SIZE, on_rank, "cpu"), run_ranks(WORLD_SIZE, on_rank, None))
+
+
+# Modules that end
+
+
+@dataclass(kw_only=True)
+class Collecting(HostMemory):
+    """Collects garbage in the background, as Python does in whatever thread it is due."""
+
+    may_collect: threading.Event = field(default_factory=threading.Event)
+    closed: threading.Event = field(default_factory=threading.Event)
+
+    def to_rest(self, resting: Tensor, value: Tensor) -> None:
+        super().to_rest(resting, value)
+        if threading.current_thread() is not threading.main_thread():
+            assert self.may_collect.wait(20)
+            gc.collect()
+
+    def close(self) -> None:
+        super().close()
+        self.closed.set()
+
+
+def test_a_module_is_collected_in_the_background() -> None:
+    """Its target is given back, its thread ends, and who still holds weights of it reads what was queued."""
+    target = Collecting()
+    model = sharded(3, target)
+    model.cycle = [model]
+    average = copy.deepcopy(model)
+    del average.cycle
+    before = [weight.whole().clone() for weight in average.parameters()]
+    optimizer = sgd(model)
+    model(batch(0)).square().mean().backward()
+    optimizer.step()
+    with torch.no_grad():
+        torch._foreach_lerp_(list(average.parameters()), list(model.parameters()), 1.0)
+    after = engine(model).background
+    reference = weakref.ref(model)
+    del model, optimizer
+    target.may_collect.set()
+    assert target.closed.wait(20)
+    assert reference() is None and after is not None and after.failure is None
+    changed = [not torch.equal(a.whole(), b) for a, b in zip(average.parameters(), before, strict=True)]
+    assert all(changed)
