@@ -23,7 +23,7 @@ from lightning_zero.flat_buffer import BufferPool
 from lightning_zero.holders import drop_references, flatten_again
 from lightning_zero.lane import Background
 from lightning_zero.lockstep import FLOWING, Lockstep
-from lightning_zero.offload import OffloadError, OffloadTarget
+from lightning_zero.offload import OffloadTarget
 from lightning_zero.param_group import GroupObserver, ParamGroup
 from lightning_zero.placements import STAGES, Placements, StateBytes, Where
 from lightning_zero.precision import PrecisionRecipe
@@ -124,7 +124,9 @@ class Engine(GroupObserver):
         """`meet`, unless training flows."""
         if purpose not in FLOWING:
             self.meet(purpose)
-        elif self.lockstep.asked:
+            return
+        self.windows.complete()
+        if self.lockstep.asked:
             self.meet("training step")
 
     def meet(self, place: str) -> None:
@@ -134,6 +136,7 @@ class Engine(GroupObserver):
             RanksDifferError: another rank is elsewhere.
         """
         if not self.abandoned:
+            self.windows.complete()
             self.windows.pause()
             self.windows.agree_on_root(self.lockstep.meet(place, self.root.is_gathered))
 
@@ -199,6 +202,7 @@ class Engine(GroupObserver):
 
     def before_write(self, group: ParamGroup) -> None:
         """A resting parameter of ``group`` is about to be written, on all ranks: none may still need the old values."""
+        self.windows.complete()
         if not (self._may_write or self.placements.keeps_whole_parameters or in_backward()):
             self._may_write = True
             self.meet("write")
@@ -260,9 +264,12 @@ class Engine(GroupObserver):
     def finish_transfers(self) -> None:
         """Wait for what the last optimizer step left under way: other ranks may still receive this rank's part."""
         if not self.abandoned:
-            for group in self.groups:
-                group.finish_gather()
+            self._finish_gathers()
             self.finish_updates()
+
+    def _finish_gathers(self) -> None:
+        for group in self.groups:
+            group.finish_gather()
 
     def finish_updates(self) -> None:
         """Wait for what works on offloaded state in the background.
@@ -286,15 +293,17 @@ class Engine(GroupObserver):
             unit.swap_out()
         self._remove_windows()
 
-    def _dissolve(self) -> None:
+    def _dissolve(self, waits: bool = False) -> None:
         self.collectives.watch.stop()
-        # Nobody is left to receive this rank's part, or an update failed and was told then.
-        with suppress(CollectiveFailedError, OffloadError):
-            self.finish_transfers()
+        # Not for updates: a garbage collection may run this in the background thread itself, or where a lane is held.
+        # Who reads their results later, as an average of the weights, waits for them.
+        if not self.abandoned:
+            with suppress(CollectiveFailedError):  # nobody is left to receive this rank's part
+                self._finish_gathers()
         for group in self.groups:
             group.observer = GroupObserver()
         if self.background is not None:
-            self.background.close()
+            self.background.close(waits)
         for collection in (self.groups, self.units, self._forwards, self._held):
             collection.clear()
         del self.reducer, self.windows, self.root
@@ -317,7 +326,8 @@ class Engine(GroupObserver):
         assert module is not None
         flatten_again(module)
         del _engines[module]
-        self._dissolution()
+        self._dissolution.detach()
+        self._dissolve(waits=True)
 
 
 def _alone(placements: Placements, offload: OffloadTarget | None) -> Placements:

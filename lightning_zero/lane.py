@@ -143,13 +143,19 @@ class Background:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="lightning_zero.offload")
         self._thread.submit(work)
 
-    def close(self) -> None:
-        """End the thread after what was submitted, and give the target back."""
-        if self._thread is not None:
-            self._thread.shutdown()
-            self._thread = None
+    def close(self, waits: bool) -> None:
+        """Give the target back after what was submitted, and end the thread.
+
+        Args:
+            waits: for that. The background thread itself must not, nor a thread that holds a lane.
+        """
         self._leaving.clear()
-        self.target.close()
+        if self._thread is None:
+            self.target.close()
+            return
+        self.submit(self.target.close)
+        self._thread.shutdown(waits)
+        self._thread = None
 
 
 class Deferred:

@@ -414,7 +414,7 @@ class ParamGroup:
 
     def read_local(self, index: int) -> Tensor | None:
         """The whole value in the main dtype, if it rests here."""
-        if not self._main_is_whole:
+        if not self.placements.keeps_whole_parameters or self.main_dtype != self.model_dtype:
             return None
         self.observer.needed(self)
         assert self._whole is not None

@@ -242,9 +242,10 @@ class ShardedTensor(torch.Tensor):
     def local_whole(self) -> Tensor | None:
         """The whole value if no collective is needed for it."""
         owner = self.owner
-        if owner is not None:
-            return owner.read_local(self._index)
-        return self._slicing.shape_up(self.fragment) if self._slicing.replicated else None
+        value = None if owner is None else owner.read_local(self._index)
+        if value is None and self._slicing.replicated:
+            value = self._slicing.shape_up(self.fragment)
+        return value
 
     def alias(self) -> ShardedTensor:
         """The same fragment of the same owner without gradient: what ``detach()`` and ``data`` give."""

@@ -1,0 +1,215 @@
+"""Offload where threads, ranks and modules end, differ, or meet: what ordinary training does not come to."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from distributed import run_ranks
+from torch import Tensor, nn
+
+import lightning_zero
+from lightning_zero import HostMemory, OffloadTarget
+from lightning_zero.engine import Engine, engine_of
+
+WORLD_SIZE = 2
+DEPTH = 4
+WIDTH = 16
+
+
+class Block(nn.Module):
+    """One unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+class Net(nn.Module):
+    """A call takes the blocks on its path."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inward = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(DEPTH))
+
+    def forward(self, x: Tensor, path: tuple[int, ...] = tuple(range(DEPTH))) -> Tensor:
+        x = self.inward(x)
+        for number in path:
+            x = self.blocks[number](x)
+        return x
+
+
+def sharded(stage: int, offload: OffloadTarget | str | None) -> Any:
+    """The same net on all ranks."""
+    torch.manual_seed(0)
+    return lightning_zero.shard(Net(), stage, [Block], offload=offload)
+
+
+def engine(model: nn.Module) -> Engine:
+    """Of ``model``."""
+    found = engine_of(model)
+    assert found is not None
+    return found
+
+
+def batch(step: int, rank: int = 0) -> Tensor:
+    """Another one in each step on each rank."""
+    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """The same implementation with and without offload."""
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=True)
+
+
+def whole_weights(model: nn.Module) -> dict[str, Tensor]:
+    """A collective."""
+    return {name: value.detach().clone() for name, value in lightning_zero.unshard(model).state_dict().items()}
+
+
+def same(found: Any, expected: Any) -> bool:
+    """To the last bit, in lists and dictionaries of tensors."""
+    if isinstance(expected, dict):
+        return found.keys() == expected.keys() and all(same(found[key], expected[key]) for key in expected)
+    if isinstance(expected, list):
+        return len(found) == len(expected) and all(map(same, found, expected))
+    return torch.equal(found, expected) if isinstance(expected, Tensor) else bool(found == expected)
+
+
+# Ranks that differ
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_ranks_take_different_blocks_and_step_inside_the_training_step(stage: int) -> None:
+    """Gathers that one rank has begun and the other has not come before reductions and writes, on both.
+
+    Each rank steps twice in a training step, as manual optimization does: once with one block and once with three.
+    """
+
+    def on_rank(rank: int, offload: str | None) -> dict[str, Tensor]:
+        model = sharded(stage, offload)
+        engine(model).has_steps = True
+        optimizer = sgd(model)
+        for step in range(2):
+            with engine(model).training_step():
+                for half in range(2):
+                    path = (0,) if (rank + half) % 2 else (0, 1, 2)
+                    optimizer.zero_grad()
+                    model(batch(2 * step + half, rank), path).square().mean().backward()
+                    optimizer.step()
+        return whole_weights(model)
+
+    assert same(run_ranks(WORLD_SIZE, on_rank, "cpu"), run_ranks(WORLD_SIZE, on_rank, None))
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_one_rank_looks_at_a_block_in_the_training_step(stage: int) -> None:
+    """Without gradients it asks the others for nothing: what they gather in training, it gathers in the same order."""
+
+    def on_rank(rank: int, offload: str | None) -> dict[str, Tensor]:
+        model = sharded(stage, offload)
+        engine(model).has_steps = True
+        optimizer = sgd(model)
+        for step in range(2):
+            with engine(model).training_step():
+                # Another one than in the last step: what follows it is not known yet.
+                x = model.blocks[(step + rank) % 2](batch(step, rank))
+                if rank == 0:
+                    with torch.no_grad():
+                        model.blocks[3](x)
+                model.blocks[3](model.blocks[2](x)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return whole_weights(model)
+
+    assert same(run_ranks(WORLD_SIZE, on_rank, "cpu"), run_ranks(WORLD_SIZE, on_rank, None))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_rank_0_alone_looks_at_weights_after_a_step(stage: int) -> None:
+    """Where whole weights rest it may, as without offload; the other rank serves when it comes to its next step."""
+
+    def on_rank(rank: int, offload: str | None) -> tuple[dict[str, Tensor], list[Tensor]]:
+        model, seen = sharded(stage, offload), []
+        optimizer = sgd(model)
+        for step in range(2):
+            optimizer.zero_grad()
+            model(batch(step, rank)).square().mean().backward()
+            optimizer.step()
+            with torch.no_grad():
+                weight = model.blocks[1].linear.weight
+                seen += [weight.norm(), weight.sum(), weight.min(), model(batch(9))] if rank == 0 else []
+        return whole_weights(model), seen
+
+    for found, expected in zip(run_ranks(WORLD_SIZE, on_rank, "cpu"), run_ranks(WORLD_SIZE, on_rank, None)):
+        assert same(list(found), list(expected))
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_an_optimizer_that_takes_norms_of_weights(stage: int) -> None:
+    """Adafactor's steps depend on them: they are added up as without offload, whole, not rank by rank."""
+
+    def on_rank(rank: int, offload: str | None) -> dict[str, Tensor]:
+        model = sharded(stage, offload)
+        optimizer = torch.optim.Adafactor(model.parameters())
+        for step in range(3):
+            optimizer.zero_grad()
+            model(batch(step, rank)).square().mean().backward()
+            optimizer.step()
+        return whole_weights(model)
+
+    assert same(run_ranks(WORLD_SIZE, on_rank, "cpu"), run_ranks(WORLD_SIZE, on_rank, None))
+
+
+# Modules that end
+
+
+@dataclass(kw_only=True)
+class Collecting(HostMemory):
+    """Collects garbage in the background, as Python does in whatever thread it is due."""
+
+    may_collect: threading.Event = field(default_factory=threading.Event)
+    closed: threading.Event = field(default_factory=threading.Event)
+
+    def to_rest(self, resting: Tensor, value: Tensor) -> None:
+        super().to_rest(resting, value)
+        if threading.current_thread() is not threading.main_thread():
+            assert self.may_collect.wait(20)
+            gc.collect()
+
+    def close(self) -> None:
+        super().close()
+        self.closed.set()
+
+
+def test_a_module_is_collected_in_the_background() -> None:
+    """Its target is given back, its thread ends, and who still holds weights of it reads what was queued."""
+    target = Collecting()
+    model = sharded(3, target)
+    model.cycle = [model]
+    average = copy.deepcopy(model)
+    del average.cycle
+    before = [weight.whole().clone() for weight in average.parameters()]
+    optimizer = sgd(model)
+    model(batch(0)).square().mean().backward()
+    optimizer.step()
+    with torch.no_grad():
+        torch._foreach_lerp_(list(average.parameters()), list(model.parameters()), 1.0)
+    after = engine(model).background
+    reference = weakref.ref(model)
+    del model, optimizer
+    target.may_collect.set()
+    assert target.closed.wait(20)
+    assert reference() is None and after is not None and after.failure is None
+    changed = [not torch.equal(a.whole(), b) for a, b in zip(average.parameters(), before, strict=True)]
+    assert all(changed)
