@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import atexit
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import fields, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from lightning_zero.activation import ActivationPolicy
 from lightning_zero.assembly import Assembly, adopt_buffers
 from lightning_zero.collectives import Collectives
 from lightning_zero.flat_buffer import BufferPool
@@ -30,7 +31,7 @@ from lightning_zero.precision import PrecisionRecipe
 from lightning_zero.reducer import Reducer
 from lightning_zero.sharded_parameter import ShardedParameter
 from lightning_zero.unit import Unit
-from lightning_zero.units import UnitSpec, find_units
+from lightning_zero.units import NamedModules, UnitSpec, find_units
 from lightning_zero.watch import CollectiveFailedError
 from lightning_zero.window import Windows, in_backward
 from lightning_zero.windowed_forward import WindowedForward
@@ -52,9 +53,12 @@ class Engine(GroupObserver):
         collectives: of the ranks that share the state.
         offload: where state rests off the device, if it does.
         local_ranks: ranks on this host.
+        policies: what forwards keep for their backward.
+        compile: arguments of `torch.compile` for the forwards of units; ``None`` compiles nothing.
 
     Raises:
         OffloadError: there is no room for what is offloaded.
+        ValueError: a policy has nothing to apply to.
     """
 
     def __init__(
@@ -66,6 +70,8 @@ class Engine(GroupObserver):
         collectives: Collectives,
         offload: OffloadTarget | None = None,
         local_ranks: int = 1,
+        policies: Sequence[ActivationPolicy] = (),
+        compile: dict[str, Any] | None = None,
     ) -> None:
         self._module = weakref.ref(module)
         self.collectives = collectives
@@ -79,6 +85,7 @@ class Engine(GroupObserver):
         self.abandoned = False
         self._may_write = False
         plan = find_units(module, units)
+        policy_of = _policies_of(module, plan, policies)
         drop_references(module)
         with torch.inference_mode(False), torch.no_grad():
             adopt_buffers(module, recipe.buffers, collectives)
@@ -96,10 +103,17 @@ class Engine(GroupObserver):
         collectives.meet = _meeting(self)
         for group in self.groups:
             group.observer = self
-        self._forwards = [WindowedForward(module, self._forward)]
+        self._forwards = [WindowedForward(module, self._forward, policy=policy_of.pop(module, None))]
+        compiled = _Compiled(compile)
         for unit, members in zip(self.units, plan, strict=True):
+            window = _window_of(self.windows, unit)
             for _, member in members:
-                self._forwards.append(WindowedForward(member, _window_of(self.windows, unit)))
+                policy = policy_of.pop(member, None)
+                self._forwards.append(WindowedForward(member, window, compiled.forward_of(member), policy))
+                # What recomputes a part of a unit enters the unit's window again.
+                inner = [part for part in member.modules() if part in policy_of]
+                self._forwards += [WindowedForward(part, window, policy=policy_of.pop(part)) for part in inner]
+        self._forwards += [WindowedForward(part, nullcontext, policy=policy) for part, policy in policy_of.items()]
         self.pool.trim()
         # Groups, windows and reductions refer to each other; without the module nobody needs them, and their memory
         # should not wait for a garbage collection.
@@ -318,6 +332,53 @@ class Engine(GroupObserver):
         flatten_again(module)
         del _engines[module]
         self._dissolution()
+
+
+def _policies_of(
+    module: nn.Module, plan: Sequence[NamedModules], policies: Sequence[ActivationPolicy]
+) -> dict[nn.Module, ActivationPolicy]:
+    """Which policy stands around which module's forward.
+
+    Raises:
+        ValueError: a policy has nothing to apply to, two apply to one module, or a forward cannot be wrapped.
+    """
+    members = [member for unit in plan for _, member in unit]
+    found: dict[nn.Module, ActivationPolicy] = {}
+    for policy in policies:
+        for chosen in policy.choose(module, members):
+            if chosen in found:
+                raise ValueError(
+                    f"{type(found[chosen]).__name__} and {type(policy).__name__} both apply to a"
+                    f" `{type(chosen).__name__}`. Give each its `classes`."
+                )
+            if isinstance(chosen, torch.jit.ScriptModule):
+                raise ValueError(
+                    f"{type(policy).__name__} cannot stand around the forward of a `{type(chosen).__name__}`, which is"
+                    " compiled by `torch.jit`. Give it the plain module."
+                )
+            found[chosen] = policy
+    return found
+
+
+class _Compiled:
+    """`torch.compile` of forwards, once for each class: blocks that are equal share a graph.
+
+    Args:
+        options: of `torch.compile`; ``None`` compiles nothing.
+    """
+
+    def __init__(self, options: dict[str, Any] | None) -> None:
+        self._options = options
+        self._forwards: dict[type, Callable[..., Any]] = {}
+
+    def forward_of(self, module: nn.Module) -> Callable[..., Any] | None:
+        """The compiled ``forward`` of the class of ``module``."""
+        if self._options is None:
+            return None
+        kind = type(module)
+        if kind not in self._forwards:
+            self._forwards[kind] = torch.compile(kind.forward, **self._options)
+        return self._forwards[kind]
 
 
 def _alone(placements: Placements, offload: OffloadTarget | None) -> Placements:
