@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from lightning_zero.modes import unobserved
 from lightning_zero.stash import HostStash, Ticket
 
 __all__ = ["COSTLY", "ActivationPolicy", "OffloadActivations", "Recompute", "Selective", "activation_policies"]
@@ -208,6 +209,7 @@ class _Inputs:
             )
 
 
+@unobserved
 def _returned(ticket: Ticket) -> Tensor:
     # A leaf where the graph had something before it: what the forward saves is the same.
     return ticket.get().detach().requires_grad_(ticket.requires_grad)

@@ -70,8 +70,8 @@ def shard(
         compile: compile the forward of each unit; a dictionary holds arguments of `torch.compile`.
 
     Raises:
-        ValueError: ``stage``, ``units``, ``offload``, ``activation_checkpointing`` or ``device`` is bad, or parameters lie
-            on several devices.
+        ValueError: ``stage``, ``units``, ``offload``, ``activation_checkpointing`` or ``device`` is bad, or parameters
+            lie on several devices.
         OffloadError: there is no room for what is offloaded.
         AlreadyShardedError: a part of ``module`` is sharded.
         TypeError: a parameter is of a class of its own, as some quantized ones are.

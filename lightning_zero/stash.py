@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_zero.flat_buffer import BufferPool, storage_id
+from lightning_zero.modes import unobserved
 
 __all__ = ["HostStash", "Ticket", "Visit"]
 
@@ -116,6 +117,7 @@ class HostStash:
             and torch._prims_common.is_non_overlapping_and_dense_or_false(tensor)
         )
 
+    @unobserved
     def put(self, tensor: Tensor, visit: Visit) -> Ticket:
         """Take ``tensor``, which `accepts` allows, as it is now. Its memory is free when nobody else holds it."""
         geometry = (tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype)
@@ -138,6 +140,7 @@ class HostStash:
         visit.known[place] = (StorageWeakRef(tensor.untyped_storage()), weakref.ref(ticket))
         return ticket
 
+    @unobserved
     def get(self, ticket: Ticket) -> Tensor:
         """The tensor, on its device. What the same unit saved, and the unit before it, begins to come back too."""
         visit = ticket.visit

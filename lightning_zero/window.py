@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from lightning_zero.flat_buffer import storage_id
 from lightning_zero.lockstep import Lockstep
+from lightning_zero.modes import unobserved
 from lightning_zero.param_group import ParamGroup
 from lightning_zero.stash import Ticket, Visit
 from lightning_zero.unit import Unit
@@ -211,6 +212,7 @@ class Windows:
         finally:
             self._exit(unit)
 
+    @unobserved
     def _enter(self, unit: Unit) -> None:
         if unit.depth == 0:
             if in_backward():
@@ -252,6 +254,7 @@ class Windows:
         self._unshard(unit)
         self._prefetched = unit
 
+    @unobserved
     def _exit(self, unit: Unit) -> None:
         unit.depth -= 1
         if unit.depth == 0:
@@ -331,6 +334,7 @@ class Windows:
                 if not unit.is_root and unit is not self._lingering and unit not in self._opened_in_backward:
                     self._close(unit)
 
+    @unobserved
     def needed(self, group: ParamGroup) -> None:
         """Make ``group`` whole; a unit stays so until another one opens, or the step ends."""
         unit = self._unit_of[group]
@@ -342,6 +346,7 @@ class Windows:
         self._unshard(unit)
         unit.wait()
 
+    @unobserved
     def touched(self, group: ParamGroup) -> None:
         """As `needed`, to the end of the operation; within a step the root opens too."""
         self._operands[self._unit_of[group]] = None
@@ -349,6 +354,7 @@ class Windows:
         if self._steps and not in_backward():
             self._open_root()
 
+    @unobserved
     def went_stale(self, group: ParamGroup) -> None:
         """A resting parameter was written: nobody may go on with the old whole value."""
         unit = self._unit_of[group]
@@ -471,6 +477,7 @@ class Windows:
             )
         return tensor  # type: ignore[no-any-return]
 
+    @unobserved
     def _unpack_weight(self, packed: _PackedWeight) -> Tensor:
         group = packed.group
         if group.version(packed.index) != packed.version:
