@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_zero.flat_buffer import BufferPool, storage_id
@@ -110,7 +111,7 @@ class HostStash:
     def accepts(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` moves: a plain one that is large and has each of its elements once."""
         return (
-            type(tensor) is Tensor
+            type(tensor) in (Tensor, FakeTensor)
             and tensor.layout is torch.strided
             and tensor.nbytes >= self.min_bytes
             and not (tensor.is_conj() or tensor.is_neg() or tensor.is_inference())
