@@ -13,18 +13,27 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
+from lightning_zero.kept_results import Version, keeping
 from lightning_zero.modes import unobserved
 from lightning_zero.stash import HostStash, Ticket
 
-__all__ = ["COSTLY", "ActivationPolicy", "OffloadActivations", "Recompute", "Selective", "activation_policies"]
+__all__ = [
+    "COSTLY",
+    "ActivationPolicy",
+    "OffloadActivations",
+    "Recompute",
+    "Selective",
+    "activation_policies",
+    "chosen_policies",
+]
 
 Forward = Callable[..., Any]
 
@@ -56,7 +65,7 @@ class ActivationPolicy(ABC):
         every: only each ``every``-th of them, the first one included.
 
     Raises:
-        ValueError: ``every`` is below 1.
+        ValueError: ``every`` is below 1, or ``classes`` are none.
     """
 
     classes: Iterable[type | str] | None = None
@@ -65,8 +74,15 @@ class ActivationPolicy(ABC):
     def __post_init__(self) -> None:
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
             raise ValueError(f"every={self.every!r} must be a whole number of 1 or more. Write `every=2`.")
-        if isinstance(self.classes, type | str):
-            self.classes = {self.classes}
+        if self.classes is None:
+            return
+        given = (self.classes,) if isinstance(self.classes, type | str) else tuple(self.classes)
+        if not given or not all(isinstance(kind, type | str) for kind in given):
+            raise ValueError(
+                f"classes={self.classes!r} must be module classes or their names. Write `classes={{MyBlock}}`, or leave"
+                " it out for whole units."
+            )
+        self.classes = given
 
     @abstractmethod
     def run(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -136,7 +152,12 @@ class Selective(Recompute):
     """Keep the inputs and what costly operations gave, and compute the rest again (Korthikanti 2022, section 5).
 
     Args:
-        save: operations (overloads of ``torch.ops``) whose results are kept.
+        save: operations (overloads of ``torch.ops``) whose results are kept. Random ones are not: the random numbers
+            of what follows depend on them.
+
+    Raises:
+        ValueError: ``save`` is empty.
+        TypeError: something in it is no overload.
     """
 
     save: Iterable[Any] = COSTLY
@@ -146,14 +167,31 @@ class Selective(Recompute):
         self.save = frozenset(self.save)
         if not self.save:
             raise ValueError("Selective(save=()) keeps nothing but inputs. Write `Recompute()`.")
+        for operation in self.save:
+            if not isinstance(operation, torch._ops.OpOverload | torch._ops.HigherOrderOperator):
+                raise TypeError(
+                    f"save={operation!r} is no overload of an operation. Write `Selective(save=[*COSTLY,"
+                    " torch.ops.aten.mul.Tensor])`."
+                )
 
     def _context(self) -> dict[str, Any]:
-        saved = self.save
+        return {"context_fn": partial(keeping, frozenset(self.save))}
 
-        def decide(ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-            return CheckpointPolicy.MUST_SAVE if func in saved else CheckpointPolicy.PREFER_RECOMPUTE
+    # Torch's operations do not pickle, and a process that is spawned gets its strategy so.
 
-        return {"context_fn": partial(create_selective_checkpoint_contexts, decide)}
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "save": frozenset(_pickled(operation) for operation in self.save)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, save=frozenset(_unpickled(operation) for operation in state["save"]))
+
+
+def _pickled(operation: Any) -> Any:
+    return str(operation) if isinstance(operation, torch._ops.OpOverload) else operation
+
+
+def _unpickled(operation: Any) -> Any:
+    return reduce(getattr, operation.split("."), torch.ops) if isinstance(operation, str) else operation
 
 
 @dataclass(kw_only=True)
@@ -190,29 +228,44 @@ class _Inputs:
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], stash: HostStash | None) -> None:
-        self._arguments: Any = (args, kwargs)
+        self._arguments: Any = tree_map_only(Tensor, Version, (args, kwargs))
         self._stash = stash
-        self.anchors = [t.new_empty(0) for t in tree_leaves(self._arguments) if isinstance(t, Tensor)]
+        self.anchors = [t.new_empty(0) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         """Empty tensors on the devices of the arguments."""
 
     def call(self, forward: Forward) -> Any:
-        """``forward`` with the arguments."""
-        args, kwargs = tree_map_only(Ticket, _returned, self._arguments)
+        """``forward`` with the arguments.
+
+        Raises:
+            RuntimeError: one was written since the first call began.
+        """
+        args, kwargs = tree_map_only((Version, Ticket), _returned, self._arguments)
         return forward(*args, **kwargs)
 
     def leave(self) -> None:
         """The first call is over: let go of tensors that wait elsewhere."""
-        if self._stash is not None:
-            visit, stash = self._stash.visit(), self._stash
-            self._arguments = tree_map_only(
-                Tensor, lambda tensor: stash.put(tensor, visit) if stash.accepts(tensor) else tensor, self._arguments
-            )
+        if self._stash is None:
+            return
+        visit, stash = self._stash.visit(), self._stash
+
+        def left(kept: Version) -> Version | Ticket:
+            return stash.put(kept.tensor, visit) if kept.is_current and stash.accepts(kept.tensor) else kept
+
+        self._arguments = tree_map_only(Version, left, self._arguments)
 
 
 @unobserved
-def _returned(ticket: Ticket) -> Tensor:
-    # A leaf where the graph had something before it: what the forward saves is the same.
-    return ticket.get().detach().requires_grad_(ticket.requires_grad)
+def _returned(waiting: Version | Ticket) -> Tensor:
+    if isinstance(waiting, Ticket):
+        # A leaf where the graph had something before it: what the forward saves is the same.
+        return waiting.get().detach().requires_grad_(waiting.requires_grad)
+    if not waiting.is_current:
+        raise RuntimeError(
+            f"an argument of shape {tuple(waiting.tensor.shape)} of a forward that is to be recomputed was written in"
+            " place, in this forward or after it, so the same cannot be computed again. Write `x = x + y` for"
+            " `x += y`, or leave this module out: `Recompute(classes={...})`."
+        )
+    return waiting.tensor
 
 
 def _checkpoints_itself(module: nn.Module) -> bool:
@@ -243,31 +296,22 @@ NAMED: dict[str, Callable[[], ActivationPolicy]] = {
 
 
 def activation_policies(spec: Any) -> list[ActivationPolicy]:
-    """What ``activation_checkpointing=`` means: ``None``, a name, classes to recompute, a policy, or several policies.
+    """What ``activation_checkpointing=`` means: ``None``, a name, classes to recompute, a policy, or several of these.
 
     Raises:
-        ValueError: a name is unknown, or two policies cannot be combined.
+        ValueError: a name is unknown, or there are no classes.
         TypeError: something else is given.
     """
     if spec is None:
         return []
-    if isinstance(spec, set | frozenset):
-        return [Recompute(classes=spec)]
-    policies = [_policy(item) for item in (spec if isinstance(spec, list | tuple) else [spec])]
-    stores = [policy for policy in policies if isinstance(policy, OffloadActivations)]
-    recomputed = [policy for policy in policies if isinstance(policy, Recompute)]
-    if len(stores) > 1:
-        raise ValueError("activation_checkpointing takes one OffloadActivations. Write `('full', 'offload')`.")
-    if not (stores and recomputed):
-        return policies
-    # Of what is recomputed the inputs alone are there to move.
-    others = [policy for policy in policies if policy not in (*stores, *recomputed)]
-    return [*others, *(replace(policy, inputs=policy.inputs or stores[0]) for policy in recomputed)]
+    return [_policy(item) for item in (spec if isinstance(spec, list | tuple) else [spec])]
 
 
 def _policy(item: Any) -> ActivationPolicy:
     if isinstance(item, ActivationPolicy):
         return item
+    if isinstance(item, set | frozenset):
+        return Recompute(classes=item)
     if isinstance(item, str):
         if item not in NAMED:
             raise ValueError(
@@ -278,4 +322,34 @@ def _policy(item: Any) -> ActivationPolicy:
     raise TypeError(
         f"activation_checkpointing={item!r} is no policy. Write `activation_checkpointing='full'`, a set of module"
         " classes, or `Recompute(every=2)`."
+    )
+
+
+def chosen_policies(
+    root: nn.Module, units: Sequence[nn.Module], policies: Sequence[ActivationPolicy]
+) -> dict[nn.Module, ActivationPolicy]:
+    """Which policy stands around the forward of which module; of what is recomputed the inputs alone are offloaded.
+
+    Raises:
+        ValueError: a policy has nothing to apply to, two do not go together, or a forward cannot be wrapped.
+    """
+    found: dict[nn.Module, ActivationPolicy] = {}
+    for policy in policies:
+        for module in policy.choose(root, units):
+            if isinstance(module, torch.jit.ScriptModule):
+                raise ValueError(
+                    f"{type(policy).__name__} cannot stand around the forward of a `{type(module).__name__}`, which is"
+                    " compiled by `torch.jit`. Give it the plain module."
+                )
+            found[module] = _both(found[module], policy, module) if module in found else policy
+    return found
+
+
+def _both(first: ActivationPolicy, second: ActivationPolicy, module: nn.Module) -> ActivationPolicy:
+    for recompute, store in ((first, second), (second, first)):
+        if isinstance(recompute, Recompute) and isinstance(store, OffloadActivations) and recompute.inputs is None:
+            return replace(recompute, inputs=store)
+    raise ValueError(
+        f"{type(first).__name__} and {type(second).__name__} both apply to a `{type(module).__name__}`. Give each its"
+        " `classes`, or write `('full', 'offload')`."
     )

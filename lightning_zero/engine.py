@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import fields, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lightning_zero.activation import ActivationPolicy
+from lightning_zero.activation import ActivationPolicy, chosen_policies
 from lightning_zero.assembly import Assembly, adopt_buffers
 from lightning_zero.collectives import Collectives
 from lightning_zero.flat_buffer import BufferPool
@@ -31,7 +31,7 @@ from lightning_zero.precision import PrecisionRecipe
 from lightning_zero.reducer import Reducer
 from lightning_zero.sharded_parameter import ShardedParameter
 from lightning_zero.unit import Unit
-from lightning_zero.units import NamedModules, UnitSpec, find_units
+from lightning_zero.units import UnitSpec, find_units
 from lightning_zero.watch import CollectiveFailedError
 from lightning_zero.window import Windows, in_backward
 from lightning_zero.windowed_forward import WindowedForward
@@ -85,7 +85,7 @@ class Engine(GroupObserver):
         self.abandoned = False
         self._may_write = False
         plan = find_units(module, units)
-        policy_of = _policies_of(module, plan, policies)
+        policy_of = chosen_policies(module, [member for unit in plan for _, member in unit], policies)
         drop_references(module)
         with torch.inference_mode(False), torch.no_grad():
             adopt_buffers(module, recipe.buffers, collectives)
@@ -113,7 +113,8 @@ class Engine(GroupObserver):
                 # What recomputes a part of a unit enters the unit's window again.
                 inner = [part for part in member.modules() if part in policy_of]
                 self._forwards += [WindowedForward(part, window, policy=policy_of.pop(part)) for part in inner]
-        self._forwards += [WindowedForward(part, nullcontext, policy=policy) for part, policy in policy_of.items()]
+        saving = self.windows.saving
+        self._forwards += [WindowedForward(part, saving, policy=policy) for part, policy in policy_of.items()]
         self.pool.trim()
         # Groups, windows and reductions refer to each other; without the module nobody needs them, and their memory
         # should not wait for a garbage collection.
@@ -332,32 +333,6 @@ class Engine(GroupObserver):
         flatten_again(module)
         del _engines[module]
         self._dissolution()
-
-
-def _policies_of(
-    module: nn.Module, plan: Sequence[NamedModules], policies: Sequence[ActivationPolicy]
-) -> dict[nn.Module, ActivationPolicy]:
-    """Which policy stands around which module's forward.
-
-    Raises:
-        ValueError: a policy has nothing to apply to, two apply to one module, or a forward cannot be wrapped.
-    """
-    members = [member for unit in plan for _, member in unit]
-    found: dict[nn.Module, ActivationPolicy] = {}
-    for policy in policies:
-        for chosen in policy.choose(module, members):
-            if chosen in found:
-                raise ValueError(
-                    f"{type(found[chosen]).__name__} and {type(policy).__name__} both apply to a"
-                    f" `{type(chosen).__name__}`. Give each its `classes`."
-                )
-            if isinstance(chosen, torch.jit.ScriptModule):
-                raise ValueError(
-                    f"{type(policy).__name__} cannot stand around the forward of a `{type(chosen).__name__}`, which is"
-                    " compiled by `torch.jit`. Give it the plain module."
-                )
-            found[chosen] = policy
-    return found
 
 
 class _Compiled:

@@ -90,6 +90,7 @@ class HostStash:
 
     def __init__(self, min_bytes: int, pin_memory: bool) -> None:
         self.min_bytes = min_bytes
+        self.pin_memory = pin_memory
         pinned = pin_memory and torch.cuda.is_available()
         self._pool = BufferPool(
             torch.device("cpu"), allocate=lambda numel, dtype: torch.empty(numel, dtype=dtype, pin_memory=pinned)
@@ -101,6 +102,10 @@ class HostStash:
         """That left the device so far."""
         self.bytes_to_device = 0
         """That came back so far."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy, in another process too, begins empty.
+        return HostStash, (self.min_bytes, self.pin_memory)
 
     def visit(self) -> Visit:
         """Begin a forward of a unit."""
