@@ -7,6 +7,8 @@ import pkgutil
 
 from torch._dynamo import trace_rules
 
+from lightning_zero.activation import ActivationPolicy, OffloadActivations, Recompute, Selective
+from lightning_zero.activation_bytes import activation_bytes
 from lightning_zero.gathering import gathered
 from lightning_zero.held import held_bytes
 from lightning_zero.offload import HostMemory, MappedFile, OffloadError, OffloadTarget
@@ -17,14 +19,19 @@ from lightning_zero.strategy import PytorchLightningZeROStrategy, ZeROStrategy, 
 
 __all__ = [
     "STAGES",
+    "ActivationPolicy",
     "HostMemory",
     "MappedFile",
     "MovedBytes",
+    "OffloadActivations",
     "OffloadError",
     "OffloadTarget",
     "PrecisionRecipe",
     "PytorchLightningZeROStrategy",
+    "Recompute",
+    "Selective",
     "ZeROStrategy",
+    "activation_bytes",
     "gathered",
     "held_bytes",
     "moved_bytes",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import atexit
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import fields, replace
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from lightning_zero.activation import ActivationPolicy, chosen_policies
 from lightning_zero.assembly import Assembly, adopt_buffers
 from lightning_zero.collectives import Collectives
 from lightning_zero.flat_buffer import BufferPool
@@ -52,9 +53,12 @@ class Engine(GroupObserver):
         collectives: of the ranks that share the state.
         offload: where state rests off the device, if it does.
         local_ranks: ranks on this host.
+        policies: what forwards keep for their backward.
+        compile: arguments of `torch.compile` for the forwards of units; ``None`` compiles nothing.
 
     Raises:
         OffloadError: there is no room for what is offloaded.
+        ValueError: a policy has nothing to apply to.
     """
 
     def __init__(
@@ -66,6 +70,8 @@ class Engine(GroupObserver):
         collectives: Collectives,
         offload: OffloadTarget | None = None,
         local_ranks: int = 1,
+        policies: Sequence[ActivationPolicy] = (),
+        compile: dict[str, Any] | None = None,
     ) -> None:
         self._module = weakref.ref(module)
         self.collectives = collectives
@@ -79,6 +85,7 @@ class Engine(GroupObserver):
         self.abandoned = False
         self._may_write = False
         plan = find_units(module, units)
+        policy_of = chosen_policies(module, [member for unit in plan for _, member in unit], policies)
         drop_references(module)
         with torch.inference_mode(False), torch.no_grad():
             adopt_buffers(module, recipe.buffers, collectives)
@@ -96,10 +103,18 @@ class Engine(GroupObserver):
         collectives.meet = _meeting(self)
         for group in self.groups:
             group.observer = self
-        self._forwards = [WindowedForward(module, self._forward)]
+        self._forwards = [WindowedForward(module, self._forward, policy=policy_of.pop(module, None))]
+        compiled = _Compiled(compile)
         for unit, members in zip(self.units, plan, strict=True):
+            window = _window_of(self.windows, unit)
             for _, member in members:
-                self._forwards.append(WindowedForward(member, _window_of(self.windows, unit)))
+                policy = policy_of.pop(member, None)
+                self._forwards.append(WindowedForward(member, window, compiled.forward_of(member), policy))
+                # What recomputes a part of a unit enters the unit's window again.
+                inner = [part for part in member.modules() if part in policy_of]
+                self._forwards += [WindowedForward(part, window, policy=policy_of.pop(part)) for part in inner]
+        saving = self.windows.saving
+        self._forwards += [WindowedForward(part, saving, policy=policy) for part, policy in policy_of.items()]
         self.pool.trim()
         # Groups, windows and reductions refer to each other; without the module nobody needs them, and their memory
         # should not wait for a garbage collection.
@@ -328,6 +343,27 @@ class Engine(GroupObserver):
         del _engines[module]
         self._dissolution.detach()
         self._dissolve(waits=True)
+
+
+class _Compiled:
+    """`torch.compile` of forwards, once for each class: blocks that are equal share a graph.
+
+    Args:
+        options: of `torch.compile`; ``None`` compiles nothing.
+    """
+
+    def __init__(self, options: dict[str, Any] | None) -> None:
+        self._options = options
+        self._forwards: dict[type, Callable[..., Any]] = {}
+
+    def forward_of(self, module: nn.Module) -> Callable[..., Any] | None:
+        """The compiled ``forward`` of the class of ``module``."""
+        if self._options is None:
+            return None
+        kind = type(module)
+        if kind not in self._forwards:
+            self._forwards[kind] = torch.compile(kind.forward, **self._options)
+        return self._forwards[kind]
 
 
 def _alone(placements: Placements, offload: OffloadTarget | None) -> Placements:

@@ -10,12 +10,13 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_zero.activation import activation_policies
 from lightning_zero.collectives import Collectives
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.offload import OffloadTarget, offload_target
@@ -38,6 +39,8 @@ def shard(
     device: torch.device | str | None = None,
     offload: OffloadTarget | str | None = None,
     local_ranks: int | None = None,
+    activation_checkpointing: Any = None,
+    compile: bool | dict[str, Any] = False,
 ) -> ModuleT:
     """Shard ``module`` in place over the ranks of a process group, and return it.
 
@@ -62,15 +65,21 @@ def shard(
         offload: where main weights, gradients and optimizer state rest instead: "cpu", "disk" or an `OffloadTarget`.
         local_ranks: ranks on this host, which share its room for offloaded state; default: what ``torchrun`` says, else
             all.
+        activation_checkpointing: what units keep for backward: "full", "selective", "offload", a set of module classes
+            to recompute, an `ActivationPolicy`, or several of these; default: everything.
+        compile: compile the forward of each unit; a dictionary holds arguments of `torch.compile`.
 
     Raises:
-        ValueError: ``stage``, ``units``, ``offload`` or ``device`` is bad, or parameters lie on several devices.
+        ValueError: ``stage``, ``units``, ``offload``, ``activation_checkpointing`` or ``device`` is bad, or parameters
+            lie on several devices.
         OffloadError: there is no room for what is offloaded.
         AlreadyShardedError: a part of ``module`` is sharded.
         TypeError: a parameter is of a class of its own, as some quantized ones are.
     """
     placements = stage_placements(stage)
     target = checked_offload(offload, placements)
+    policies = activation_policies(activation_checkpointing)
+    options = compile if isinstance(compile, dict) else ({} if compile else None)
     where = torch.device(device) if device is not None else _common_device(module)
     if where.type == "mps":
         raise ValueError("device='mps' has no collectives that sharding could use. Use `accelerator='cpu'`.")
@@ -78,7 +87,7 @@ def shard(
     if local_ranks is None:
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", collectives.world_size))
     recipe = precision or PrecisionRecipe()
-    Engine(module, placements, recipe, units, collectives, target, local_ranks)
+    Engine(module, placements, recipe, units, collectives, target, local_ranks, policies, options)
     return module
 
 

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_zero._lightning import Flavour, installed_flavours, own_collectives
+from lightning_zero.activation import activation_policies
 from lightning_zero.callbacks import copies_of_module, refuse_unfit
 from lightning_zero.checkpoint.one_file import (
     full_optimizer_state,
@@ -55,6 +56,9 @@ class _ZeROMixin(_DDPStrategy):
         stage: 1 shards the optimizer state, 2 also gradients, 3 also parameters; 0 is plain data parallelism.
         offload: where main weights, gradients and optimizer state rest in place of the device: "cpu", "disk", or an
             `OffloadTarget` as `HostMemory` and `MappedFile`.
+        activation_checkpointing: what units keep for backward: "full", "selective", "offload", a set of module classes
+            to recompute, an `ActivationPolicy` as `Recompute(every=2)`, or several of these; default: everything.
+        compile: compile the forward of each unit, equal ones once; a dictionary holds arguments of ``torch.compile``.
         units: which submodules are gathered and freed together: classes, class names, or a predicate; default: Hugging
             Face's ``_no_split_modules``, else elements of ``ModuleList`` and ``Sequential``.
         recipe: dtypes of training state; default: the row of the Trainer's ``precision`` in `RECIPES`.
@@ -74,6 +78,8 @@ class _ZeROMixin(_DDPStrategy):
         self,
         stage: int = 3,
         offload: OffloadTarget | str | None = None,
+        activation_checkpointing: Any = None,
+        compile: bool | dict[str, Any] = False,
         units: UnitSpec | None = None,
         recipe: PrecisionRecipe | None = None,
         accelerator: Any | None = None,
@@ -87,6 +93,8 @@ class _ZeROMixin(_DDPStrategy):
         **ddp_arguments: Any,
     ) -> None:
         self._offload = checked_offload(offload, stage_placements(stage))
+        self._policies = activation_policies(activation_checkpointing)
+        self._compile = compile
         unknown = sorted(set(ddp_arguments) - set(_DDP_ARGUMENTS))
         if unknown:
             raise TypeError(
@@ -156,6 +164,8 @@ class _ZeROMixin(_DDPStrategy):
                 device=self.root_device,
                 offload=self._offload,
                 local_ranks=self.num_processes,
+                activation_checkpointing=self._policies,
+                compile=self._compile,
             )
         assert self.engine is not None
         if self.engine.abandoned:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,9 @@ from torch import Tensor, nn
 
 from lightning_zero.flat_buffer import storage_id
 from lightning_zero.lockstep import Lockstep
+from lightning_zero.modes import unobserved
 from lightning_zero.param_group import ParamGroup
+from lightning_zero.stash import Ticket, Visit
 from lightning_zero.unit import Unit
 from lightning_zero.whole_parameter import ConcealedParameter, NarrowParameter, WholeParameter, stored_dtype
 
@@ -104,6 +107,11 @@ class Windows:
         self._number = {unit: number for number, unit in enumerate((root, *units), start=1)}
         self.path = 0
         """The numbers of the units whose gathers began unasked, in order, as one number below 2 ** 32."""
+        self._resting_buffers = {
+            storage_id(group.whole)
+            for group in self._unit_of
+            if group.placements.keeps_whole_parameters and group.whole is not None
+        }
         self._packs = not all(group.placements.keeps_whole_parameters for group in self._unit_of)
         self._shares = any(group.layout.num_shards > 1 for group in self._unit_of)
         self._left_gathers = False
@@ -182,13 +190,17 @@ class Windows:
 
     def saving(self) -> AbstractContextManager[Any]:
         """Context in which autograd saves weights as places in buffers, not as the buffers."""
-        if not self._packs or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return nullcontext()
-        if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        above: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if above is not None:
+            visit = getattr(above[0], "__self__", None)
+            if isinstance(visit, Visit):
+                return torch.autograd.graph.saved_tensors_hooks(partial(self._pack, visit=visit), self._unpack)
             # Hooks of ours above theirs would hide what they came to see, as checkpointing does; what they hold
             # keeps its buffer.
             return nullcontext()
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack) if self._packs else nullcontext()
 
     # Forward
 
@@ -202,6 +214,7 @@ class Windows:
         finally:
             self._exit(unit)
 
+    @unobserved
     def _enter(self, unit: Unit) -> None:
         if unit.depth == 0:
             if in_backward():
@@ -245,6 +258,7 @@ class Windows:
         self._unshard(unit)
         self._prefetched = unit
 
+    @unobserved
     def _exit(self, unit: Unit) -> None:
         unit.depth -= 1
         if unit.depth == 0:
@@ -324,6 +338,7 @@ class Windows:
                 if not unit.is_root and unit is not self._lingering and unit not in self._opened_in_backward:
                     self._close(unit)
 
+    @unobserved
     def needed(self, group: ParamGroup) -> None:
         """Make ``group`` whole; a unit stays so until another one opens, or the step ends."""
         unit = self._unit_of[group]
@@ -335,6 +350,7 @@ class Windows:
         self._unshard(unit)
         unit.wait()
 
+    @unobserved
     def touched(self, group: ParamGroup) -> None:
         """As `needed`, to the end of the operation; within a step the root opens too."""
         self._operands[self._unit_of[group]] = None
@@ -342,6 +358,7 @@ class Windows:
         if self._steps and not in_backward():
             self._open_root()
 
+    @unobserved
     def went_stale(self, group: ParamGroup) -> None:
         """A resting parameter was written: nobody may go on with the old whole value."""
         unit = self._unit_of[group]
@@ -440,7 +457,8 @@ class Windows:
 
     # Saved tensors
 
-    def _pack(self, tensor: Tensor) -> Any:
+    def _pack(self, tensor: Tensor, visit: Visit | None = None) -> Any:
+        """A place for a weight; anything else as it is, or in the stash of a ``visit``."""
         if type(tensor) not in _PACKABLE:
             return tensor
         group = self._held.get(storage_id(tensor))
@@ -451,6 +469,10 @@ class Windows:
             and not (tensor.is_conj() or tensor.is_neg())
         ):
             return _packed(self._unit_of[group], group, tensor)
+        if visit is not None and group is None and storage_id(tensor) not in self._resting_buffers:
+            packed = visit.pack(tensor)
+            if isinstance(packed, Ticket):
+                return packed
         # Hooks hide in-place changes from autograd's own check.
         return tensor, 0 if tensor.is_inference() else tensor._version
 
@@ -459,6 +481,8 @@ class Windows:
             return self._unpack_weight(packed)
         if isinstance(packed, Tensor):
             return packed
+        if isinstance(packed, Ticket):
+            return packed.get()
         tensor, version = packed
         if not tensor.is_inference() and tensor._version != version:
             raise RuntimeError(
@@ -467,6 +491,7 @@ class Windows:
             )
         return tensor  # type: ignore[no-any-return]
 
+    @unobserved
     def _unpack_weight(self, packed: _PackedWeight) -> Tensor:
         group = packed.group
         if group.version(packed.index) != packed.version:

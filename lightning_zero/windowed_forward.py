@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_zero.activation import ActivationPolicy
+
 __all__ = ["WindowedForward"]
 
 _PATCHED = "_forward_before_sharding"
@@ -25,12 +27,22 @@ class WindowedForward:
     Args:
         module: whose forward is wrapped.
         window: makes the context of each call.
+        compiled: what `torch.compile` made of the class's ``forward``, if it is compiled.
+        policy: decides what the forward keeps for its backward; default: everything.
     """
 
-    def __init__(self, module: nn.Module, window: Callable[[], AbstractContextManager[Any]]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        window: Callable[[], AbstractContextManager[Any]],
+        compiled: Callable[..., Any] | None = None,
+        policy: ActivationPolicy | None = None,
+    ) -> None:
         # Neither the module nor anything bound to it is held here: the module must be free to go.
         self._module = weakref.ref(module)
         self._window = window
+        self._compiled = compiled
+        self._policy = policy
         self.__wrapped__ = type(module).forward
         if "forward" in module.__dict__:
             module.__dict__[_PATCHED] = module.__dict__["forward"]
@@ -41,7 +53,9 @@ class WindowedForward:
         module = self._module()
         assert module is not None
         patched: Callable[..., Any] | None = module.__dict__.get(_PATCHED)
-        return types.MethodType(self.__wrapped__, module) if patched is None else patched
+        if patched is not None:
+            return patched
+        return types.MethodType(self._compiled or self.__wrapped__, module)
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -53,12 +67,18 @@ class WindowedForward:
         recursive=False, reason="the weights of a block are gathered here; `fullgraph=True` is for single blocks"
     )
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        if self._policy is None or module is None:
+            return self._in_window(*args, **kwargs)
+        return self._policy.run(module, self._in_window, args, kwargs)
+
+    def _in_window(self, *args: Any, **kwargs: Any) -> Any:
         with self._window():
             return self._own()(*args, **kwargs)
 
     def remove(self) -> None:
         """Give the module its own forward back; who kept this one calls that through it."""
-        self._window = nullcontext
+        self._window, self._policy = nullcontext, None
         module = self._module()
         if module is not None and module.__dict__.get("forward") is self:
             del module.__dict__["forward"]

@@ -85,9 +85,9 @@ def build(make: Make, seed: int, dtype: torch.dtype) -> nn.Module:
     return make()
 
 
-def shard(module: nn.Module, stage: int, units: UnitSpec | None = None) -> nn.Module:
+def shard(module: nn.Module, stage: int, units: UnitSpec | None = None, **arguments: Any) -> nn.Module:
     """Sharded in at least two units, with reused buffers poisoned, so that a stale read would show."""
-    lightning_zero.shard(module, stage=stage, units=units)
+    lightning_zero.shard(module, stage=stage, units=units, **arguments)
     engine = engine_of(module)
     assert engine is not None and len(engine.units) >= 2, "the module is to be tried with units"
     engine.pool.poison = True
