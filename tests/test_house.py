@@ -16,7 +16,7 @@ FLOORS = {
     "placements": 0, "precision": 0, "autocast": 0, "_lightning": 0,
     "watch": 0, "collectives": 1, "layout": 1, "units": 1,
     "host_memory": 0, "offload": 2, "lane": 2, "flat_buffer": 2,
-    "sharded_parameter": 3, "sharded_ops": 3, "whole_parameter": 3, "partition": 3, "main_weights": 3,
+    "boxes": 1, "slicing": 3, "pieces": 3, "sharded_parameter": 3, "sharded_ops": 3, "whole_parameter": 3, "partition": 3, "main_weights": 3,
     "param_group": 4, "param_hooks": 4, "gradients": 4,
     "unit": 5, "window": 5, "windowed_forward": 5, "reducer": 5, "lockstep": 5,
     "holders": 4, "offloading": 5, "assembly": 5,
