@@ -1,7 +1,7 @@
 """A rank's fragment of a tensor as torch.distributed.checkpoint sees it: boxes of the whole tensor.
 
-A fragment is a run of elements in storage order, so it is a handful of boxes. Files hold boxes under the tensor's name and
-whole shape: whoever reads them, on however many ranks, finds the whole tensor.
+A fragment is a run of elements in storage order, so it is a handful of boxes. Files hold boxes under the tensor's name
+and whole shape: whoever reads them, on however many ranks, finds the whole tensor.
 """
 
 from __future__ import annotations

@@ -190,7 +190,9 @@ class ShardedTensor(torch.Tensor):
         return write_items(fqn, self._slicing, self.dtype)
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [chunk_of(box) for box in own_boxes(self._slicing)]
+        # A load plans with this, and then writes into the pieces past every operation of the tensor.
+        with self.writing():
+            return [chunk_of(box) for box in own_boxes(self._slicing)]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         return piece_at(index, self._slicing, self.fragment)
