@@ -31,7 +31,8 @@ from lightning_zero.param_hooks import ParamHooks
 from lightning_zero.partition import Partition
 from lightning_zero.placements import Placements, StateBytes
 from lightning_zero.precision import Dtypes
-from lightning_zero.sharded_parameter import ShardedParameter, ShardedTensor, Slicing
+from lightning_zero.sharded_parameter import ShardedParameter, ShardedTensor
+from lightning_zero.slicing import Slicing
 from lightning_zero.whole_parameter import ConcealedParameter, NarrowParameter, WholeParameter
 
 __all__ = ["GroupObserver", "ParamGroup"]
