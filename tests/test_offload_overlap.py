@@ -3,8 +3,8 @@
     main thread    step returned | forward 0 | forward 1 | ... | backward 1 | backward 0
     background        update 0, up 0 | update 1, up 1 | ...        down 1     down 0
 
-Every event may be made to wait for another one. Where that never comes, as where a step did its work before it returned,
-the waiting one gives up and says so.
+Every event may be made to wait for another one. Where that never comes, as where a step did its work before it
+returned, the waiting one gives up and says so.
 """
 
 from __future__ import annotations
