@@ -267,8 +267,12 @@ class _Descent:
         lane.add(self._move)
 
     def add(self, more: Tensor) -> bool:
-        """Add ``more`` while that is possible; whether it was. What user code did to the sum since goes before."""
-        if self.value is None or not self._lane.ends_with(self._move):
+        """Add ``more`` while that is possible; whether it was.
+
+        Not what others follow: user code changed the sum since then. And not where the sum began to rest: whether a
+        transfer has begun must not change the order of additions.
+        """
+        if self._adds or self.value is None or not self._lane.ends_with(self._move):
             return False
         self.value.add_(more)
         self._mark = self._lane.background.copies.mark()

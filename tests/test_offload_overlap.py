@@ -20,7 +20,7 @@ from distributed import run_ranks
 from offloading import poison
 from torch import Tensor, nn
 
-import lightning_zero
+import lightning_zero.lane
 from lightning_zero import HostMemory
 from lightning_zero.engine import engine_of
 from lightning_zero.lane import Lane
@@ -223,3 +223,26 @@ def _reads_one(rank: int, stage: int) -> None:
 def test_a_reader_waits_for_what_it_reads_alone(world_size: int, stage: int) -> None:
     """It does itself what the background has not begun."""
     run_ranks(world_size, _reads_one, stage)
+
+
+def _sums_three_backwards(rank: int, held_up: bool) -> list[Tensor]:
+    """Without `no_sync`: the first gradients are at rest before the second backward; then transfers are held up."""
+    lightning_zero.lane.IN_FLIGHT = 100
+    loop = Loop(3)
+    background = loop.engine.background
+    go_on = threading.Event()
+    for scale in (1.0, 1 / 3, 1e-3):
+        loop.module(torch.full((2, WIDTH), scale)).square().sum().backward()
+        if scale == 1.0:
+            loop.engine.finish_updates()
+            if held_up:
+                background.submit(lambda: go_on.wait(PATIENCE))
+    go_on.set()
+    return [p.grad.fragment.clone() for p in loop.module.parameters()]
+
+
+def test_when_transfers_begin_does_not_change_the_order_of_a_sum() -> None:
+    """(a + b) + c, also where c arrives while b waits beside it."""
+    for at_once, held_up in zip(*(run_ranks(2, _sums_three_backwards, held_up) for held_up in (False, True))):
+        assert any(grad.numel() for grad in at_once)
+        assert all(torch.equal(*pair) for pair in zip(at_once, held_up, strict=True))
