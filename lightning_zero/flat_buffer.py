@@ -71,17 +71,21 @@ class BufferPool:
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A buffer of shape (numel,) with arbitrary content; it is the caller's while referred to."""
+        return self.lend(numel, dtype)[0]
+
+    def lend(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """As `take`, and the pool's own tensor of the same memory, which lives as long as that is pooled."""
         with self._lock:
             slots = self._slots[numel, dtype]
-            for slot in slots:
-                if slot.free:
-                    if self.poison and dtype.is_floating_point:
-                        slot.buffer.fill_(float("nan"))
-                    return slot.buffer.detach()
-            # A tensor made under inference mode could never be saved for a backward again.
-            with torch.inference_mode(False):
-                slots.append(_Slot(self._allocate(numel, dtype)))
-            return slots[-1].buffer.detach()
+            slot = next((slot for slot in slots if slot.free), None)
+            if slot is None:
+                # A tensor made under inference mode could never be saved for a backward again.
+                with torch.inference_mode(False):
+                    slot = _Slot(self._allocate(numel, dtype))
+                slots.append(slot)
+            elif self.poison and dtype.is_floating_point:
+                slot.buffer.fill_(float("nan"))
+            return slot.buffer.detach(), slot.buffer
 
     @property
     def nbytes(self) -> int:

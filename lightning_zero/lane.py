@@ -193,12 +193,15 @@ class Lane:
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A buffer of shape (numel,) that moves, from the pool."""
-        return self.keep(self.background.pool.take(numel, dtype))
+        buffer, memory = self.background.pool.lend(numel, dtype)
+        # Not the buffer: operations may be queued that refer to parts of it alone.
+        self.keep(memory)
+        return buffer
 
     def keep(self, resting: Tensor) -> Tensor:
         """Have `relax` know of ``resting``."""
-        self._resting = [reference for reference in self._resting if reference() is not None]
-        self._resting.append(weakref.ref(resting))
+        others = [reference for reference in self._resting if reference() is not None and reference() is not resting]
+        self._resting = [*others, weakref.ref(resting)]
         return resting
 
     def add(self, operation: Callable[[], object]) -> None:

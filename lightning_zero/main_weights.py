@@ -100,6 +100,7 @@ class OffloadedWeights(MainWeights):
         resting = lane.allocate(value.numel(), value.dtype, moves=True)
         lane.background.target.to_rest(resting, value)
         lane.background.copies.settle()
+        lane.relax()
         super().__init__(resting, own_shard, model_dtype)
         self.lane = lane
         self._same_dtype = value.dtype == model_dtype
@@ -123,6 +124,7 @@ class OffloadedWeights(MainWeights):
     def write(self, value: Tensor) -> None:
         self.lane.background.target.to_rest(self.value, value)
         self.lane.background.copies.settle()
+        self.lane.relax()
 
     def changed(self) -> None:
         self._behind = self._updating = True
@@ -173,6 +175,7 @@ class OffloadedWeights(MainWeights):
         with shared.gathers.beside():
             shared.target.to_device(own, self._ready)
             shared.count_moved("to device", own.nbytes)
+            shared.target.relax(self._ready)
             yield own
 
     def shards(self) -> Iterator[tuple[Tensor, bool]]:
