@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import signal
 import threading
 import weakref
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from distributed import run_ranks
 from torch import Tensor, nn
 
 import lightning_zero
-from lightning_zero import HostMemory, OffloadTarget
+from lightning_zero import HostMemory, OffloadError, OffloadTarget
 from lightning_zero.engine import Engine, engine_of
 
 WORLD_SIZE = 2
@@ -213,3 +214,52 @@ def test_a_module_is_collected_in_the_background() -> None:
     assert reference() is None and after is not None and after.failure is None
     changed = [not torch.equal(a.whole(), b) for a, b in zip(average.parameters(), before, strict=True)]
     assert all(changed)
+
+
+# Interrupts
+
+
+@dataclass(kw_only=True)
+class Held(HostMemory):
+    """Moves gradients when it may."""
+
+    may_move: threading.Event = field(default_factory=threading.Event)
+
+    def to_rest(self, resting: Tensor, value: Tensor) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            assert self.may_move.wait(20)
+        super().to_rest(resting, value)
+
+
+def test_an_interrupt_while_the_main_thread_waits() -> None:
+    """The user sees the interrupt, and nothing was lost: what the background did goes on."""
+    target = Held()
+    model = sharded(3, target)
+    optimizer = sgd(model)
+    model(batch(0)).square().mean().backward()
+    optimizer.step()
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            engine(model).finish_updates()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    target.may_move.set()
+    twin = sharded(3, None)
+    optimizer = sgd(twin)
+    twin(batch(0)).square().mean().backward()
+    optimizer.step()
+    assert same(whole_weights(model), whole_weights(twin))
+
+
+def test_an_interrupt_in_the_middle_of_an_operation() -> None:
+    """The user sees the interrupt; what was half done is not gone on with."""
+    model = sharded(3, "cpu")
+    lane = model.inward.weight.lane
+    lane.add(lambda: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        lane.wait()
+    with pytest.raises(OffloadError, match=r"`inward\.\w+` or before: KeyboardInterrupt"):
+        engine(model).finish_updates()
+    engine(model).abandon()
