@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import signal
 import threading
+import time
 import weakref
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +19,7 @@ from distributed import run_ranks
 from torch import Tensor, nn
 
 import lightning_zero
-from lightning_zero import HostMemory, OffloadError, OffloadTarget
+from lightning_zero import HostMemory, MappedFile, OffloadError, OffloadTarget
 from lightning_zero.engine import Engine, engine_of
 
 WORLD_SIZE = 2
@@ -263,3 +266,33 @@ def test_an_interrupt_in_the_middle_of_an_operation() -> None:
     with pytest.raises(OffloadError, match=r"`inward\.\w+` or before: KeyboardInterrupt"):
         engine(model).finish_updates()
     engine(model).abandon()
+
+
+# Children
+
+
+@dataclass
+class SlowFile(MappedFile):
+    """Moves gradients so late that a fork comes before."""
+
+    def to_rest(self, resting: Tensor, value: Tensor) -> None:
+        time.sleep(0.02)
+        super().to_rest(resting, value)
+
+
+def test_a_child_that_is_forked_after_a_step(tmp_path: Path) -> None:
+    """It computes with the new weights, and does nothing a second time to files that it shares with its parent."""
+    model, twin = sharded(3, SlowFile(str(tmp_path))), sharded(3, None)
+    for one in (model, twin):
+        optimizer = sgd(one)
+        one(batch(0)).square().mean().backward()
+        optimizer.step()
+    with torch.no_grad():
+        expected = twin(batch(1))
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)  # ends a child that hangs
+        with torch.no_grad():
+            os._exit(0 if torch.equal(model(batch(1)), expected) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert same(whole_weights(model), whole_weights(twin))
