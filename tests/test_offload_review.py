@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import lightning_zero
 from lightning_zero import HostMemory, MappedFile, OffloadError, OffloadTarget
+from lightning_zero.checkpoint.one_file import full_optimizer_state, shard_optimizer_state
 from lightning_zero.engine import Engine, engine_of
 
 WORLD_SIZE = 2
@@ -296,3 +297,45 @@ def test_a_child_that_is_forked_after_a_step(tmp_path: Path) -> None:
             os._exit(0 if torch.equal(model(batch(1)), expected) else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert same(whole_weights(model), whole_weights(twin))
+
+
+# Optimizers
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda p: torch.optim.Adam(p), lambda p: torch.optim.AdamW(p), lambda p: torch.optim.Adagrad(p, lr_decay=0.5)],
+    ids=["Adam", "AdamW", "Adagrad"],
+)
+def test_step_counters_are_those_of_a_checkpoint_in_double_precision(make: Any) -> None:
+    """The fused kernel reads them as float32 without a look. The default kernels differ from it by rounding alone."""
+    torch.set_default_dtype(torch.float64)
+
+    def train(offload: str | None, state: Any) -> tuple[dict[str, Tensor], Any]:
+        model = sharded(3, offload)
+        optimizer = make(model.parameters())
+        if state is not None:
+            optimizer.load_state_dict(shard_optimizer_state(optimizer, state))
+        for step in range(2):
+            optimizer.zero_grad()
+            model(batch(step)).square().mean().backward()
+            optimizer.step()
+        return whole_weights(model), full_optimizer_state(optimizer, keep=True)
+
+    _, state = train(None, None)
+    found, expected = train("cpu", state), train(None, state)
+    for name, value in expected[0].items():
+        torch.testing.assert_close(found[0][name], value, rtol=0, atol=1e-14)
+
+
+def test_step_counters_go_where_the_parameters_of_fused_steps_are() -> None:
+    """A parameter that stays on a device in the same group has a counter on the host if its file was written so.
+
+    A kernel of a GPU would read host memory; the meta device stands in for one here.
+    """
+    model = sharded(3, "cpu")
+    elsewhere = nn.Parameter(torch.empty(3, device="meta"))
+    optimizer = torch.optim.AdamW([*model.parameters(), elsewhere])
+    optimizer.state[elsewhere]["step"] = torch.tensor(3.0)
+    engine(model).adopt(optimizer)
+    assert optimizer.state[elsewhere]["step"].device == elsewhere.device
