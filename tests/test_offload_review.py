@@ -22,6 +22,7 @@ import lightning_zero
 from lightning_zero import HostMemory, MappedFile, OffloadError, OffloadTarget
 from lightning_zero.checkpoint.one_file import full_optimizer_state, shard_optimizer_state
 from lightning_zero.engine import Engine, engine_of
+from lightning_zero.gradients import _Descent
 
 WORLD_SIZE = 2
 DEPTH = 4
@@ -339,3 +340,22 @@ def test_step_counters_go_where_the_parameters_of_fused_steps_are() -> None:
     optimizer.state[elsewhere]["step"] = torch.tensor(3.0)
     engine(model).adopt(optimizer)
     assert optimizer.state[elsewhere]["step"].device == elsewhere.device
+
+
+# Targets
+
+
+def test_a_directory_that_does_not_exist(tmp_path: Path) -> None:
+    """As one that cannot be written: an error of offload, which says what to do."""
+    with pytest.raises(OffloadError, match=r"No such file or directory.*on a local disk"):
+        sharded(3, MappedFile(str(tmp_path / "nowhere")))
+
+
+def test_a_gradient_leaves_while_its_bytes_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is asked twice may have gone in between: each look at it here is followed by its departure."""
+    model = sharded(3, "cpu")
+    with lightning_zero.no_sync(model):
+        model(batch(0)).square().mean().backward()
+    looks = iter([torch.ones(3), None])
+    monkeypatch.setattr(_Descent, "value", property(lambda _: next(looks)), raising=False)
+    assert all(isinstance(buffer, Tensor) for buffer, _ in model.inward.weight.owner.gradients.buffers())
