@@ -16,7 +16,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch
@@ -214,11 +214,9 @@ class Lane:
         self.background.submit(self._work)
 
     def _work(self) -> None:
-        try:
+        # Whoever waits next, on the main thread, raises it.
+        with suppress(BaseException):
             self._drain()
-        except BaseException as error:
-            # Whoever waits next, on the main thread, raises it.
-            self.background.failure = self.background.failure or error
 
     def wait(self) -> None:
         """See that everything that was queued is done.
@@ -226,18 +224,16 @@ class Lane:
         Raises:
             OffloadError: some operation of this model failed.
         """
+        if self._queue and self.background.failure is None:
+            # Not an interrupt: it is the user's, who waits for nothing then.
+            with suppress(Exception), self.background.timing("waited"):
+                self._drain()
         failure = self.background.failure
-        if failure is None and self._queue:
-            try:
-                with self.background.timing("waited"):
-                    self._drain()
-            except BaseException as error:
-                failure = self.background.failure = self.background.failure or error
-        failure = failure or self.background.failure
         if failure is not None:
             self._queue.clear()
+            reason = str(failure) or type(failure).__name__
             raise OffloadError(
-                f"offloaded state could not be updated, at `{self.name}` or before: {failure}. Weights may be of"
+                f"offloaded state could not be updated, at `{self.name}` or before: {reason}. Weights may be of"
                 " different steps now: resume from the last checkpoint."
             ) from failure
 
@@ -250,11 +246,16 @@ class Lane:
 
     def _drain(self) -> None:
         with self._lock, self.background.timing("worked"), torch.inference_mode(False), torch.no_grad():
-            while self._queue and self.background.failure is None:
-                self._queue[0]()
-                # Only now: who sees an empty queue goes on to read.
-                self._queue.popleft()
-            self.relax()
+            try:
+                while self._queue and self.background.failure is None:
+                    self._queue[0]()
+                    # Only now: who sees an empty queue goes on to read.
+                    self._queue.popleft()
+                self.relax()
+            except BaseException as error:
+                # What was interrupted may be half done.
+                self.background.failure = self.background.failure or error
+                raise
 
     def relax(self) -> None:
         """Note that nothing of this lane is needed for a while."""

@@ -206,7 +206,10 @@ class MappedFile(OffloadTarget):
         _advise(resting, _DONT_NEED)
 
     def free_bytes(self) -> int | None:
-        return shutil.disk_usage(Path(self.directory)).free
+        try:
+            return shutil.disk_usage(Path(self.directory)).free
+        except OSError:
+            return None  # `open` says what is wrong with it
 
 
 _DONT_NEED = 4
