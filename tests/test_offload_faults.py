@@ -211,13 +211,41 @@ def test_too_little_memory_is_told_before_any_is_taken() -> None:
     """Main weights and gradients are 8 bytes an element, 4 GB of both ranks together."""
     for message in run_ranks(2, _asks_for_too_much, Crowded(free=(10**9, 10**9))):
         assert "main weights and gradients of 2 ranks on this host need 4.000 GB, and 1.000 GB are free" in message
-        assert "`Crowded(ratio=0.25)`" in message
+        # Of ten units two are a fifth, and three are too many.
+        assert "`Crowded(ratio=0.2)`" in message
 
 
 def test_too_little_memory_on_one_host_is_told_on_all() -> None:
     first, second = run_ranks(2, _asks_for_too_much, Crowded(free=(10**10, 10**9)))
     assert "Crowded on another host has no room" in first
     assert "need 4.000 GB, and 1.000 GB are free" in second
+
+
+def _fits(rank: int, ratio: float) -> bool:
+    try:
+        lightning_zero.shard(Large(), 3, ["ParameterList"], offload=Crowded(free=(10**9, 10**9), ratio=ratio))
+    except OffloadError:
+        return False
+    except AssertionError:
+        return True
+    raise AssertionError("it never allocated")
+
+
+def test_the_ratio_that_is_told_fits_and_a_larger_one_does_not() -> None:
+    assert run_ranks(2, _fits, 0.2) == [True, True]
+    assert run_ranks(2, _fits, 0.21) == [False, False]
+
+
+def _opens_on_rank_0_alone(rank: int, folder: str) -> str:
+    with pytest.raises(OffloadError) as caught:
+        lightning_zero.shard(Net(), 3, offload=MappedFile(folder if rank == 0 else "/no/such/directory"))
+    return str(caught.value)
+
+
+def test_a_target_that_cannot_be_used_on_one_rank_is_told_on_all(tmp_path: Path) -> None:
+    first, second = run_ranks(2, _opens_on_rank_0_alone, str(tmp_path))
+    assert first == "MappedFile cannot be used on another rank, which says why."
+    assert "cannot be kept in '/no/such/directory'" in second
 
 
 def _has_no_room_for_moments(rank: int) -> str:
@@ -247,15 +275,22 @@ def _full_disk(rank: int, folder: str) -> None:
     def allocate(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
+    allocate_really = os.posix_fallocate
+    full = pytest.raises(OffloadError, match=r"No space left on device.*Name a directory with room on a local disk")
+
     loop = Loop(rank, 1, "fp32", MappedFile(folder))
     os.posix_fallocate = allocate
-    # Gradients find no room in the background; who waits for them is told.
-    loop.loss().backward()
-    with pytest.raises(OffloadError, match="No space left on device"):
-        loop.step()
-    with pytest.raises(OffloadError, match="No space left on device"):
+    with full:
+        loop.backward()
+    os.posix_fallocate = allocate_really
+    loop.optimizers[0].zero_grad()
+    loop.backward()
+    # The optimizer's state finds no room in the background: who waits for it is told.
+    os.posix_fallocate = allocate
+    loop.step()
+    with full:
         loop.loss()
-    with pytest.raises(OffloadError, match=r"Name a directory with room on a local disk: `MappedFile\('/path"):
+    with full:
         Loop(rank, 1, "fp32", MappedFile(folder))
 
 
