@@ -113,6 +113,7 @@ class OffloadedWeights(MainWeights):
         else:
             self._ready = resting if self._same_dtype else lane.allocate(value.numel(), model_dtype, moves=True)
         self._behind = self._updating = True
+        lane.relax()
 
     @property
     def value(self) -> Tensor:
@@ -174,6 +175,7 @@ class OffloadedWeights(MainWeights):
             shared.target.to_device(own, self._ready)
             shared.moved["to device"] += own.nbytes
             yield own
+        shared.target.relax(self._ready)
 
     def shards(self) -> Iterator[tuple[Tensor, bool]]:
         yield self.handle, True
