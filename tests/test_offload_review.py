@@ -359,3 +359,50 @@ def test_a_gradient_leaves_while_its_bytes_are_counted(monkeypatch: pytest.Monke
     looks = iter([torch.ones(3), None])
     monkeypatch.setattr(_Descent, "value", property(lambda _: next(looks)), raising=False)
     assert all(isinstance(buffer, Tensor) for buffer, _ in model.inward.weight.owner.gradients.buffers())
+
+
+@dataclass(kw_only=True)
+class Attentive(HostMemory):
+    """Knows what was moved since it was last told to relax."""
+
+    awake: set[int] = field(default_factory=set)
+
+    def to_device(self, out: Tensor, resting: Tensor) -> None:
+        self.awake.add(resting.data_ptr())
+        super().to_device(out, resting)
+
+    def to_rest(self, resting: Tensor, value: Tensor) -> None:
+        self.awake.add(resting.data_ptr())
+        super().to_rest(resting, value)
+
+    def relax(self, resting: Tensor) -> None:
+        self.awake.discard(resting.data_ptr())
+
+
+@pytest.mark.parametrize("parameters", [False, True])
+def test_nothing_stays_awake(parameters: bool) -> None:
+    """After set-up, forwards and steps: what a mapped file holds takes no memory then."""
+
+    def on_rank(rank: int) -> list[int]:
+        target = Attentive(parameters=parameters)
+        model = sharded(3, target)
+        awake = [len(target.awake)]
+        with torch.no_grad():
+            model(batch(0))
+        awake.append(len(target.awake))
+        optimizer = sgd(model)
+        model(batch(0)).square().mean().backward()
+        optimizer.step()
+        engine(model).finish_updates()
+        return [*awake, len(target.awake)]
+
+    assert run_ranks(WORLD_SIZE, on_rank) == [[0, 0, 0]] * WORLD_SIZE
+
+
+def test_a_state_dict_is_loaded_piece_by_piece() -> None:
+    """No copy of it waits to be written: a model that the host has no room for may come from a mapped file."""
+    model = sharded(3, "cpu")
+    loaded = {name: torch.ones_like(value) for name, value in Net().state_dict().items()}
+    model.load_state_dict(loaded)
+    assert not any(group.lane._queue for group in engine(model).groups)
+    assert same(whole_weights(model), loaded)
