@@ -23,6 +23,8 @@ from lightning_zero import HostMemory, MappedFile, OffloadError, OffloadTarget
 from lightning_zero.checkpoint.one_file import full_optimizer_state, shard_optimizer_state
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.gradients import _Descent
+from lightning_zero.lane import Background
+from lightning_zero.offload import page_lock
 
 WORLD_SIZE = 2
 DEPTH = 4
@@ -406,3 +408,89 @@ def test_a_state_dict_is_loaded_piece_by_piece() -> None:
     model.load_state_dict(loaded)
     assert not any(group.lane._queue for group in engine(model).groups)
     assert same(whole_weights(model), loaded)
+
+
+# A GPU: what is asked of torch, as a CPU cannot show what comes of it
+
+
+class Stream:
+    """Stands for a stream of copies on the second GPU."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cuda", 1)
+        self.waits = 0
+
+    def synchronize(self) -> None:
+        self.waits += 1
+
+
+def test_the_background_works_for_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new thread's device is the first one: what it page-locks would take memory there, for each rank."""
+    devices: list[tuple[str, torch.device]] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda d: devices.append((threading.current_thread().name, d)))
+    background = Background(HostMemory(), torch.device("cpu"))
+    background.copies._stream = Stream()  # type: ignore[assignment]
+    background.submit(lambda: None)
+    background.close(waits=True)
+    assert devices == [("lightning_zero.offload_0", torch.device("cuda", 1))]
+
+
+@pytest.mark.parametrize("has_thread", [False, True])
+def test_memory_is_unlocked_when_no_gather_reads_it(has_thread: bool) -> None:
+    """A gather waits on the device alone."""
+    stream = Stream()
+
+    @dataclass(kw_only=True)
+    class Target(HostMemory):
+        waits: int = 0
+
+        def close(self) -> None:
+            self.waits = stream.waits
+
+    target = Target()
+    background = Background(target, torch.device("cpu"))
+    background.gathers._stream = stream  # type: ignore[assignment]
+    if has_thread:
+        background.submit(lambda: None)
+    background.close(waits=True)
+    assert target.waits == 1
+
+
+def test_a_weight_is_written_when_no_gather_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy of an earlier forward may come after the host has gone on to write, once for all that it writes."""
+
+    class Position:
+        def synchronize(self) -> None:
+            read.append(float(weight.handle.sum()))
+
+    read: list[float] = []
+    model = sharded(3, HostMemory(parameters=True))
+    weight = model.blocks[1].linear.weight
+    with torch.no_grad():
+        weight.fill_(1.0)
+        monkeypatch.setattr(engine(model).background.gathers, "mark", Position)
+        model(batch(0))
+        weight.mul_(2.0)
+        weight.mul_(2.0)
+        assert weight.fragment.eq(4.0).all()
+    assert read == [WIDTH * WIDTH]
+
+
+def test_a_refusal_to_lock_pages_is_no_error_of_a_later_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CUDA runtime keeps an error until it is asked for the last one, as torch does after each launch."""
+    last = [712, 0]
+
+    class Runtime:
+        @staticmethod
+        def cudaHostRegister(*_: int) -> int:
+            return last[0]
+
+    def launch(*_: Any, **__: Any) -> None:
+        error = last.pop(0)
+        if error:
+            raise RuntimeError(f"CUDA error {error}")
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(torch, "ones", launch)
+    assert page_lock(torch.empty(3)) == "712"
+    assert last == [0]
