@@ -25,7 +25,7 @@ from torch import Tensor
 from lightning_zero.flat_buffer import BufferPool
 from lightning_zero.offload import OffloadError, OffloadTarget
 
-__all__ = ["Background", "CopyStream", "Deferred", "Lane"]
+__all__ = ["Background", "CopyStream", "Deferred", "Lane", "Mark"]
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ class CopyStream:
         self._device = device
 
     def mark(self) -> Mark:
-        """The position of the compute stream: what is queued on it so far."""
+        """The position of the current stream, as a rule the one that computes: what is queued on it so far."""
         return None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
 
     @contextmanager
@@ -58,7 +58,7 @@ class CopyStream:
         if self._stream is None:
             yield
             return
-        # The background thread has a current device of its own.
+        # Each thread has a current device of its own.
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             self._stream.wait_event(mark)
             yield
@@ -68,6 +68,16 @@ class CopyStream:
         """Wait, on the host, for what the compute stream does."""
         if self._stream is not None:
             torch.cuda.current_stream(self._device).synchronize()
+
+    def finish(self) -> None:
+        """Wait, on the host, for the copies."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def enter_thread(self) -> None:
+        """Have this thread begin at the device: what it page-locks would make it a context on the first one."""
+        if self._stream is not None:
+            torch.cuda.set_device(self._stream.device)
 
     @contextmanager
     def beside(self) -> Iterator[None]:
@@ -140,7 +150,7 @@ class Background:
     def submit(self, work: Callable[[], None]) -> None:
         """Do ``work`` in the background, after what was submitted before."""
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="lightning_zero.offload")
+            self._thread = ThreadPoolExecutor(1, "lightning_zero.offload", self.copies.enter_thread)
         self._thread.submit(work)
 
     def close(self, waits: bool) -> None:
@@ -151,11 +161,16 @@ class Background:
         """
         self._leaving.clear()
         if self._thread is None:
-            self.target.close()
+            self._close_target()
             return
-        self.submit(self.target.close)
+        self.submit(self._close_target)
         self._thread.shutdown(waits)
         self._thread = None
+
+    def _close_target(self) -> None:
+        # A gather that nobody waited for on the host may still read.
+        self.gathers.finish()
+        self.target.close()
 
 
 class Deferred:

@@ -23,6 +23,8 @@ from lightning_zero import HostMemory, MappedFile, OffloadError, OffloadTarget
 from lightning_zero.checkpoint.one_file import full_optimizer_state, shard_optimizer_state
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.gradients import _Descent
+from lightning_zero.lane import Background
+from lightning_zero.offload import page_lock
 
 WORLD_SIZE = 2
 DEPTH = 4
@@ -359,3 +361,136 @@ def test_a_gradient_leaves_while_its_bytes_are_counted(monkeypatch: pytest.Monke
     looks = iter([torch.ones(3), None])
     monkeypatch.setattr(_Descent, "value", property(lambda _: next(looks)), raising=False)
     assert all(isinstance(buffer, Tensor) for buffer, _ in model.inward.weight.owner.gradients.buffers())
+
+
+@dataclass(kw_only=True)
+class Attentive(HostMemory):
+    """Knows what was moved since it was last told to relax."""
+
+    awake: set[int] = field(default_factory=set)
+
+    def to_device(self, out: Tensor, resting: Tensor) -> None:
+        self.awake.add(resting.data_ptr())
+        super().to_device(out, resting)
+
+    def to_rest(self, resting: Tensor, value: Tensor) -> None:
+        self.awake.add(resting.data_ptr())
+        super().to_rest(resting, value)
+
+    def relax(self, resting: Tensor) -> None:
+        self.awake.discard(resting.data_ptr())
+
+
+@pytest.mark.parametrize("parameters", [False, True])
+def test_nothing_stays_awake(parameters: bool) -> None:
+    """After set-up, forwards and steps: what a mapped file holds takes no memory then."""
+
+    def on_rank(rank: int) -> list[int]:
+        target = Attentive(parameters=parameters)
+        model = sharded(3, target)
+        awake = [len(target.awake)]
+        with torch.no_grad():
+            model(batch(0))
+        awake.append(len(target.awake))
+        optimizer = sgd(model)
+        model(batch(0)).square().mean().backward()
+        optimizer.step()
+        engine(model).finish_updates()
+        return [*awake, len(target.awake)]
+
+    assert run_ranks(WORLD_SIZE, on_rank) == [[0, 0, 0]] * WORLD_SIZE
+
+
+def test_a_state_dict_is_loaded_piece_by_piece() -> None:
+    """No copy of it waits to be written: a model that the host has no room for may come from a mapped file."""
+    model = sharded(3, "cpu")
+    loaded = {name: torch.ones_like(value) for name, value in Net().state_dict().items()}
+    model.load_state_dict(loaded)
+    assert not any(group.lane._queue for group in engine(model).groups)
+    assert same(whole_weights(model), loaded)
+
+
+# A GPU: what is asked of torch, as a CPU cannot show what comes of it
+
+
+class Stream:
+    """Stands for a stream of copies on the second GPU."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cuda", 1)
+        self.waits = 0
+
+    def synchronize(self) -> None:
+        self.waits += 1
+
+
+def test_the_background_works_for_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new thread's device is the first one: what it page-locks would take memory there, for each rank."""
+    devices: list[tuple[str, torch.device]] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda d: devices.append((threading.current_thread().name, d)))
+    background = Background(HostMemory(), torch.device("cpu"))
+    background.copies._stream = Stream()  # type: ignore[assignment]
+    background.submit(lambda: None)
+    background.close(waits=True)
+    assert devices == [("lightning_zero.offload_0", torch.device("cuda", 1))]
+
+
+@pytest.mark.parametrize("has_thread", [False, True])
+def test_memory_is_unlocked_when_no_gather_reads_it(has_thread: bool) -> None:
+    """A gather waits on the device alone."""
+    stream = Stream()
+
+    @dataclass(kw_only=True)
+    class Target(HostMemory):
+        waits: int = 0
+
+        def close(self) -> None:
+            self.waits = stream.waits
+
+    target = Target()
+    background = Background(target, torch.device("cpu"))
+    background.gathers._stream = stream  # type: ignore[assignment]
+    if has_thread:
+        background.submit(lambda: None)
+    background.close(waits=True)
+    assert target.waits == 1
+
+
+def test_a_weight_is_written_when_no_gather_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy of an earlier forward may come after the host has gone on to write, once for all that it writes."""
+
+    class Position:
+        def synchronize(self) -> None:
+            read.append(float(weight.handle.sum()))
+
+    read: list[float] = []
+    model = sharded(3, HostMemory(parameters=True))
+    weight = model.blocks[1].linear.weight
+    with torch.no_grad():
+        weight.fill_(1.0)
+        monkeypatch.setattr(engine(model).background.gathers, "mark", Position)
+        model(batch(0))
+        weight.mul_(2.0)
+        weight.mul_(2.0)
+        assert weight.fragment.eq(4.0).all()
+    assert read == [WIDTH * WIDTH]
+
+
+def test_a_refusal_to_lock_pages_is_no_error_of_a_later_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CUDA runtime keeps an error until it is asked for the last one, as torch does after each launch."""
+    last = [712, 0]
+
+    class Runtime:
+        @staticmethod
+        def cudaHostRegister(*_: int) -> int:
+            return last[0]
+
+    def launch(*_: Any, **__: Any) -> None:
+        error = last.pop(0)
+        if error:
+            raise RuntimeError(f"CUDA error {error}")
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(torch, "ones", launch)
+    assert page_lock(torch.empty(3)) == "712"
+    assert last == [0]
