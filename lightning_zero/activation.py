@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from typing import Any
@@ -280,11 +281,31 @@ _CACHES = ("past_key_values", "past_key_value", "layer_past", "cache")
 def _without_cache(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
     """``kwargs`` without a cache of keys and values: a second forward would append to it again.
 
-    Hugging Face's own checkpointing does the same: training has no use for one.
+    Hugging Face's own checkpointing does the same: training has no use for one that is empty.
+
+    Raises:
+        ValueError: it is not empty.
     """
     if not hasattr(module, "gradient_checkpointing") or getattr(module, "_can_checkpoint_with_cache", False):
         return kwargs
+    for key in _CACHES:
+        if _is_filled(kwargs.get(key), module):
+            raise ValueError(
+                f"`{key}` of a `{type(module).__name__}` that is to be recomputed holds keys and values, as a prefix"
+                " does, and a second forward would append to it again. Use `activation_checkpointing='offload'`."
+            )
     return {key: None if key in _CACHES else value for key, value in kwargs.items()}
+
+
+def _is_filled(cache: Any, block: nn.Module) -> bool:
+    if not hasattr(cache, "get_seq_length"):
+        return bool(cache)
+    # Blocks before this one may have appended theirs.
+    layer = next((part.layer_idx for part in block.modules() if hasattr(part, "layer_idx")), 0)
+    # A layer without attention has no length, and says so; a prefix shows in the others.
+    with suppress(ValueError):
+        return bool(cache.get_seq_length(layer))
+    return False
 
 
 NAMED: dict[str, Callable[[], ActivationPolicy]] = {

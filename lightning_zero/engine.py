@@ -7,6 +7,7 @@ backward            they open again, reduce        and after it        updates b
 from __future__ import annotations
 
 import atexit
+import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -24,7 +25,7 @@ from lightning_zero.flat_buffer import BufferPool
 from lightning_zero.holders import drop_references, flatten_again
 from lightning_zero.lane import Background
 from lightning_zero.lockstep import FLOWING, Lockstep
-from lightning_zero.offload import OffloadTarget
+from lightning_zero.offload import OffloadError, OffloadTarget
 from lightning_zero.param_group import GroupObserver, ParamGroup
 from lightning_zero.placements import STAGES, Placements, StateBytes, Where
 from lightning_zero.precision import PrecisionRecipe
@@ -424,3 +425,13 @@ def _finish_transfers() -> None:
     """Wait for what is under way: a rank that leaves first would take from the others what they still receive."""
     for engine in list(_engines.values()):
         engine.finish_transfers()
+
+
+def _finish_updates() -> None:
+    """Wait for updates in the background: a child would have no thread for them, and mapped files are its parent's."""
+    for engine in list(_engines.values()):
+        with suppress(OffloadError):  # told to who reads
+            engine.finish_updates()
+
+
+os.register_at_fork(before=_finish_updates)

@@ -219,8 +219,10 @@ class GroupGradients:
         off = self._lane is not None
         if self._local is not None:
             yield self._local, False
-        if self._descent is not None and self._descent.value is not None:
-            yield self._descent.value, False
+        # Asked once: in the background it may move meanwhile.
+        value = None if self._descent is None else self._descent.value
+        if value is not None:
+            yield value, False
         if self._main is not None:
             yield self._main, off
         for i in self._foreign:

@@ -16,7 +16,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor
 from lightning_zero.flat_buffer import BufferPool
 from lightning_zero.offload import OffloadError, OffloadTarget
 
-__all__ = ["Background", "CopyStream", "Deferred", "Lane"]
+__all__ = ["Background", "CopyStream", "Deferred", "Lane", "Mark"]
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ class CopyStream:
         self._device = device
 
     def mark(self) -> Mark:
-        """The position of the compute stream: what is queued on it so far."""
+        """The position of the current stream, as a rule the one that computes: what is queued on it so far."""
         return None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
 
     @contextmanager
@@ -58,7 +58,7 @@ class CopyStream:
         if self._stream is None:
             yield
             return
-        # The background thread has a current device of its own.
+        # Each thread has a current device of its own.
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             self._stream.wait_event(mark)
             yield
@@ -68,6 +68,16 @@ class CopyStream:
         """Wait, on the host, for what the compute stream does."""
         if self._stream is not None:
             torch.cuda.current_stream(self._device).synchronize()
+
+    def finish(self) -> None:
+        """Wait, on the host, for the copies."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def enter_thread(self) -> None:
+        """Have this thread begin at the device: what it page-locks would make it a context on the first one."""
+        if self._stream is not None:
+            torch.cuda.set_device(self._stream.device)
 
     @contextmanager
     def beside(self) -> Iterator[None]:
@@ -140,7 +150,7 @@ class Background:
     def submit(self, work: Callable[[], None]) -> None:
         """Do ``work`` in the background, after what was submitted before."""
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="lightning_zero.offload")
+            self._thread = ThreadPoolExecutor(1, "lightning_zero.offload", self.copies.enter_thread)
         self._thread.submit(work)
 
     def close(self, waits: bool) -> None:
@@ -151,11 +161,16 @@ class Background:
         """
         self._leaving.clear()
         if self._thread is None:
-            self.target.close()
+            self._close_target()
             return
-        self.submit(self.target.close)
+        self.submit(self._close_target)
         self._thread.shutdown(waits)
         self._thread = None
+
+    def _close_target(self) -> None:
+        # A gather that nobody waited for on the host may still read.
+        self.gathers.finish()
+        self.target.close()
 
 
 class Deferred:
@@ -217,11 +232,9 @@ class Lane:
         self.background.submit(self._work)
 
     def _work(self) -> None:
-        try:
+        # Whoever waits next, on the main thread, raises it.
+        with suppress(BaseException):
             self._drain()
-        except BaseException as error:
-            # Whoever waits next, on the main thread, raises it.
-            self.background.failure = self.background.failure or error
 
     def wait(self) -> None:
         """See that everything that was queued is done.
@@ -229,18 +242,16 @@ class Lane:
         Raises:
             OffloadError: some operation of this model failed.
         """
+        if self._queue and self.background.failure is None:
+            # Not an interrupt: it is the user's, who waits for nothing then.
+            with suppress(Exception), self.background.timing("waited"):
+                self._drain()
         failure = self.background.failure
-        if failure is None and self._queue:
-            try:
-                with self.background.timing("waited"):
-                    self._drain()
-            except BaseException as error:
-                failure = self.background.failure = self.background.failure or error
-        failure = failure or self.background.failure
         if failure is not None:
             self._queue.clear()
+            reason = str(failure) or type(failure).__name__
             raise OffloadError(
-                f"offloaded state could not be updated, at `{self.name}` or before: {failure}. Weights may be of"
+                f"offloaded state could not be updated, at `{self.name}` or before: {reason}. Weights may be of"
                 " different steps now: resume from the last checkpoint."
             ) from failure
 
@@ -253,11 +264,16 @@ class Lane:
 
     def _drain(self) -> None:
         with self._lock, self.background.timing("worked"), torch.inference_mode(False), torch.no_grad():
-            while self._queue and self.background.failure is None:
-                self._queue[0]()
-                # Only now: who sees an empty queue goes on to read.
-                self._queue.popleft()
-            self.relax()
+            try:
+                while self._queue and self.background.failure is None:
+                    self._queue[0]()
+                    # Only now: who sees an empty queue goes on to read.
+                    self._queue.popleft()
+                self.relax()
+            except BaseException as error:
+                # What was interrupted may be half done.
+                self.background.failure = self.background.failure or error
+                raise
 
     def relax(self) -> None:
         """Note that nothing of this lane is needed for a while."""

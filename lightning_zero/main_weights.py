@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from lightning_zero.lane import Lane
+from lightning_zero.lane import Lane, Mark
 
 __all__ = ["MainWeights", "OffloadedWeights"]
 
@@ -58,6 +58,9 @@ class MainWeights:
             source.copy_(self.handle)
         yield source
 
+    def before_write(self) -> None:
+        """The value is about to be written."""
+
     def changed(self) -> None:
         """The value was written, or is about to be by what was queued."""
 
@@ -100,7 +103,6 @@ class OffloadedWeights(MainWeights):
         resting = lane.allocate(value.numel(), value.dtype, moves=True)
         lane.background.target.to_rest(resting, value)
         lane.background.copies.settle()
-        lane.relax()
         super().__init__(resting, own_shard, model_dtype)
         self.lane = lane
         self._same_dtype = value.dtype == model_dtype
@@ -114,6 +116,8 @@ class OffloadedWeights(MainWeights):
         else:
             self._ready = resting if self._same_dtype else lane.allocate(value.numel(), model_dtype, moves=True)
         self._behind = self._updating = True
+        self._read: Mark = None
+        lane.relax()
 
     @property
     def value(self) -> Tensor:
@@ -125,6 +129,12 @@ class OffloadedWeights(MainWeights):
         self.lane.background.target.to_rest(self.value, value)
         self.lane.background.copies.settle()
         self.lane.relax()
+
+    def before_write(self) -> None:
+        if self._read is not None:
+            # The device, behind the host, may still have to read what rests.
+            self.lane.add(self._read.synchronize)
+            self._read = None
 
     def changed(self) -> None:
         self._behind = self._updating = True
@@ -175,8 +185,9 @@ class OffloadedWeights(MainWeights):
         with shared.gathers.beside():
             shared.target.to_device(own, self._ready)
             shared.count_moved("to device", own.nbytes)
-            shared.target.relax(self._ready)
+            self._read = shared.gathers.mark()
             yield own
+        shared.target.relax(self._ready)
 
     def shards(self) -> Iterator[tuple[Tensor, bool]]:
         yield self.handle, True

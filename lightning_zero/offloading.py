@@ -6,8 +6,10 @@ import logging
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from lightning_zero.collectives import Collectives
@@ -233,6 +235,8 @@ def _ask_for_fused(optimizer: Optimizer) -> None:
         free = group.get("fused") is None and group.get("foreach") is None and not group.get("differentiable")
         if free and not group.get("capturable") and all(p.is_floating_point() for p in group["params"]):
             asked = group["fused"] = True
+            for p in group["params"]:
+                _count_for_fused(optimizer.state.get(p, {}), p.device)
     if asked:
         optimizer.defaults["fused"] = True
         _log.info(
@@ -240,3 +244,9 @@ def _ask_for_fused(optimizer: Optimizer) -> None:
             " `fused=False`.",
             type(optimizer).__name__,
         )
+
+
+def _count_for_fused(state: dict[str, Any], device: torch.device) -> None:
+    """Have a step counter from before, as a checkpoint brings it, where and as the kernel reads it, unchecked."""
+    if isinstance(state.get("step"), Tensor):
+        state["step"] = state["step"].to(device, torch.float32)

@@ -458,6 +458,7 @@ class ParamGroup:
         self.observer.before_write(self)
         self.finish_gather()
         self.keep_writes()
+        self.main.before_write()
 
     def after_write(self, index: int) -> None:
         """Whole values are stale."""

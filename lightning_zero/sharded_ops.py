@@ -151,6 +151,9 @@ def _elementwise(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return _on_whole(func, args, kwargs)
     with writing(written):
         out = _run(lead.lane, func, local_args, local_kwargs)
+    if lead.lane is not None and func is aten.copy_.default and not isinstance(args[1], Sharded):
+        # As from a file: if all of that queued, the host would hold what is offloaded from it.
+        lead.lane.wait()
     return lead if written else _wrapped(out, lead)
 
 

@@ -21,7 +21,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lightning_zero.flat_buffer import BufferPool, storage_id
 from lightning_zero.modes import unobserved
 
-__all__ = ["HostStash", "Ticket", "Visit"]
+__all__ = ["HostStash", "Ticket", "Visit", "without_graph"]
+
+
+def without_graph(tensor: Tensor) -> Tensor:
+    """``tensor``, as a hook may keep it: autograd adds the graph when it takes it back.
+
+    The result of an operation holds the operation, which would hold the result: without a backward, for ever.
+    """
+    return tensor.detach() if type(tensor) is Tensor and tensor.grad_fn is not None else tensor
 
 
 class Ticket:
@@ -73,7 +81,7 @@ class Visit:
 
     def pack(self, tensor: Tensor) -> Any:
         """``tensor`` in the stash, or as it is."""
-        return self.stash.put(tensor, self) if self.stash.accepts(tensor) else tensor
+        return self.stash.put(tensor, self) if self.stash.accepts(tensor) else without_graph(tensor)
 
     def unpack(self, packed: Any) -> Tensor:
         """The inverse of `pack`."""

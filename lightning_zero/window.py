@@ -23,7 +23,7 @@ from lightning_zero.flat_buffer import storage_id
 from lightning_zero.lockstep import Lockstep
 from lightning_zero.modes import unobserved
 from lightning_zero.param_group import ParamGroup
-from lightning_zero.stash import Ticket, Visit
+from lightning_zero.stash import Ticket, Visit, without_graph
 from lightning_zero.unit import Unit
 from lightning_zero.whole_parameter import ConcealedParameter, NarrowParameter, WholeParameter, stored_dtype
 
@@ -474,7 +474,7 @@ class Windows:
             if isinstance(packed, Ticket):
                 return packed
         # Hooks hide in-place changes from autograd's own check.
-        return tensor, 0 if tensor.is_inference() else tensor._version
+        return without_graph(tensor), 0 if tensor.is_inference() else tensor._version
 
     def _unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, _PackedWeight):

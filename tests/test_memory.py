@@ -308,6 +308,28 @@ def test_the_pool_stops_growing(stage):
         assert sizes[-1] <= sizes[1] + 4 * 2 * (PSI // BLOCKS)
 
 
+def _never_backward(rank, stage, policy):
+    start_counting()
+    model = lightning_zero.shard(Net(), stage=stage, units=["Block"], activation_checkpointing=policy)
+    engine = engine_of(model)
+    loss_of(model, rank, 0)
+    before = resting_bytes(engine)
+    for number in range(3):
+        loss_of(model, rank, number)
+    return before, resting_bytes(engine)
+
+
+@pytest.mark.parametrize("policy", [None, "full", "selective", lightning_zero.OffloadActivations(min_bytes=600)])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_forward_that_nobody_calls_backward_on_leaves_nothing(stage, policy):
+    """A skipped step, or a forward outside `no_grad`: its graph dies with its result.
+
+    ReLU saves its own result, and so would hold itself; of 508 bytes, it is too small to be offloaded.
+    """
+    for before, after in run_ranks(2, _never_backward, stage, policy):
+        assert after == before
+
+
 # The end
 
 

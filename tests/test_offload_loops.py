@@ -91,7 +91,7 @@ OPTIMIZERS: dict[str, Optimizers] = {
 
 
 def _trains(loop: Loop) -> None:
-    loop.train(3)
+    loop.train(2)
 
 
 def _optimizer_cases() -> Iterator[Case]:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
+import signal
 import threading
+import time
 import weakref
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +19,12 @@ from distributed import run_ranks
 from torch import Tensor, nn
 
 import lightning_zero
-from lightning_zero import HostMemory, OffloadTarget
+from lightning_zero import HostMemory, MappedFile, OffloadError, OffloadTarget
+from lightning_zero.checkpoint.one_file import full_optimizer_state, shard_optimizer_state
 from lightning_zero.engine import Engine, engine_of
+from lightning_zero.gradients import _Descent
+from lightning_zero.lane import Background
+from lightning_zero.offload import page_lock
 
 WORLD_SIZE = 2
 DEPTH = 4
@@ -213,3 +221,276 @@ def test_a_module_is_collected_in_the_background() -> None:
     assert reference() is None and after is not None and after.failure is None
     changed = [not torch.equal(a.whole(), b) for a, b in zip(average.parameters(), before, strict=True)]
     assert all(changed)
+
+
+# Interrupts
+
+
+@dataclass(kw_only=True)
+class Held(HostMemory):
+    """Moves gradients when it may."""
+
+    may_move: threading.Event = field(default_factory=threading.Event)
+
+    def to_rest(self, resting: Tensor, value: Tensor) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            assert self.may_move.wait(20)
+        super().to_rest(resting, value)
+
+
+def test_an_interrupt_while_the_main_thread_waits() -> None:
+    """The user sees the interrupt, and nothing was lost: what the background did goes on."""
+    target = Held()
+    model = sharded(3, target)
+    optimizer = sgd(model)
+    model(batch(0)).square().mean().backward()
+    optimizer.step()
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            engine(model).finish_updates()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    target.may_move.set()
+    twin = sharded(3, None)
+    optimizer = sgd(twin)
+    twin(batch(0)).square().mean().backward()
+    optimizer.step()
+    assert same(whole_weights(model), whole_weights(twin))
+
+
+def test_an_interrupt_in_the_middle_of_an_operation() -> None:
+    """The user sees the interrupt; what was half done is not gone on with."""
+    model = sharded(3, "cpu")
+    lane = model.inward.weight.lane
+    lane.add(lambda: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        lane.wait()
+    with pytest.raises(OffloadError, match=r"`inward\.\w+` or before: KeyboardInterrupt"):
+        engine(model).finish_updates()
+    engine(model).abandon()
+
+
+# Children
+
+
+@dataclass
+class SlowFile(MappedFile):
+    """Moves gradients so late that a fork comes before."""
+
+    def to_rest(self, resting: Tensor, value: Tensor) -> None:
+        time.sleep(0.02)
+        super().to_rest(resting, value)
+
+
+def test_a_child_that_is_forked_after_a_step(tmp_path: Path) -> None:
+    """It computes with the new weights, and does nothing a second time to files that it shares with its parent."""
+    model, twin = sharded(3, SlowFile(str(tmp_path))), sharded(3, None)
+    for one in (model, twin):
+        optimizer = sgd(one)
+        one(batch(0)).square().mean().backward()
+        optimizer.step()
+    with torch.no_grad():
+        expected = twin(batch(1))
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)  # ends a child that hangs
+        with torch.no_grad():
+            os._exit(0 if torch.equal(model(batch(1)), expected) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert same(whole_weights(model), whole_weights(twin))
+
+
+# Optimizers
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda p: torch.optim.Adam(p), lambda p: torch.optim.AdamW(p), lambda p: torch.optim.Adagrad(p, lr_decay=0.5)],
+    ids=["Adam", "AdamW", "Adagrad"],
+)
+def test_step_counters_are_those_of_a_checkpoint_in_double_precision(make: Any) -> None:
+    """The fused kernel reads them as float32 without a look. The default kernels differ from it by rounding alone."""
+    torch.set_default_dtype(torch.float64)
+
+    def train(offload: str | None, state: Any) -> tuple[dict[str, Tensor], Any]:
+        model = sharded(3, offload)
+        optimizer = make(model.parameters())
+        if state is not None:
+            optimizer.load_state_dict(shard_optimizer_state(optimizer, state))
+        for step in range(2):
+            optimizer.zero_grad()
+            model(batch(step)).square().mean().backward()
+            optimizer.step()
+        return whole_weights(model), full_optimizer_state(optimizer, keep=True)
+
+    _, state = train(None, None)
+    found, expected = train("cpu", state), train(None, state)
+    for name, value in expected[0].items():
+        torch.testing.assert_close(found[0][name], value, rtol=0, atol=1e-14)
+
+
+def test_step_counters_go_where_the_parameters_of_fused_steps_are() -> None:
+    """A parameter that stays on a device in the same group has a counter on the host if its file was written so.
+
+    A kernel of a GPU would read host memory; the meta device stands in for one here.
+    """
+    model = sharded(3, "cpu")
+    elsewhere = nn.Parameter(torch.empty(3, device="meta"))
+    optimizer = torch.optim.AdamW([*model.parameters(), elsewhere])
+    optimizer.state[elsewhere]["step"] = torch.tensor(3.0)
+    engine(model).adopt(optimizer)
+    assert optimizer.state[elsewhere]["step"].device == elsewhere.device
+
+
+# Targets
+
+
+def test_a_directory_that_does_not_exist(tmp_path: Path) -> None:
+    """As one that cannot be written: an error of offload, which says what to do."""
+    with pytest.raises(OffloadError, match=r"No such file or directory.*on a local disk"):
+        sharded(3, MappedFile(str(tmp_path / "nowhere")))
+
+
+def test_a_gradient_leaves_while_its_bytes_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is asked twice may have gone in between: each look at it here is followed by its departure."""
+    model = sharded(3, "cpu")
+    with lightning_zero.no_sync(model):
+        model(batch(0)).square().mean().backward()
+    looks = iter([torch.ones(3), None])
+    monkeypatch.setattr(_Descent, "value", property(lambda _: next(looks)), raising=False)
+    assert all(isinstance(buffer, Tensor) for buffer, _ in model.inward.weight.owner.gradients.buffers())
+
+
+@dataclass(kw_only=True)
+class Attentive(HostMemory):
+    """Knows what was moved since it was last told to relax."""
+
+    awake: set[int] = field(default_factory=set)
+
+    def to_device(self, out: Tensor, resting: Tensor) -> None:
+        self.awake.add(resting.data_ptr())
+        super().to_device(out, resting)
+
+    def to_rest(self, resting: Tensor, value: Tensor) -> None:
+        self.awake.add(resting.data_ptr())
+        super().to_rest(resting, value)
+
+    def relax(self, resting: Tensor) -> None:
+        self.awake.discard(resting.data_ptr())
+
+
+@pytest.mark.parametrize("parameters", [False, True])
+def test_nothing_stays_awake(parameters: bool) -> None:
+    """After set-up, forwards and steps: what a mapped file holds takes no memory then."""
+
+    def on_rank(rank: int) -> list[int]:
+        target = Attentive(parameters=parameters)
+        model = sharded(3, target)
+        awake = [len(target.awake)]
+        with torch.no_grad():
+            model(batch(0))
+        awake.append(len(target.awake))
+        optimizer = sgd(model)
+        model(batch(0)).square().mean().backward()
+        optimizer.step()
+        engine(model).finish_updates()
+        return [*awake, len(target.awake)]
+
+    assert run_ranks(WORLD_SIZE, on_rank) == [[0, 0, 0]] * WORLD_SIZE
+
+
+def test_a_state_dict_is_loaded_piece_by_piece() -> None:
+    """No copy of it waits to be written: a model that the host has no room for may come from a mapped file."""
+    model = sharded(3, "cpu")
+    loaded = {name: torch.ones_like(value) for name, value in Net().state_dict().items()}
+    model.load_state_dict(loaded)
+    assert not any(group.lane._queue for group in engine(model).groups)
+    assert same(whole_weights(model), loaded)
+
+
+# A GPU: what is asked of torch, as a CPU cannot show what comes of it
+
+
+class Stream:
+    """Stands for a stream of copies on the second GPU."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cuda", 1)
+        self.waits = 0
+
+    def synchronize(self) -> None:
+        self.waits += 1
+
+
+def test_the_background_works_for_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new thread's device is the first one: what it page-locks would take memory there, for each rank."""
+    devices: list[tuple[str, torch.device]] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda d: devices.append((threading.current_thread().name, d)))
+    background = Background(HostMemory(), torch.device("cpu"))
+    background.copies._stream = Stream()  # type: ignore[assignment]
+    background.submit(lambda: None)
+    background.close(waits=True)
+    assert devices == [("lightning_zero.offload_0", torch.device("cuda", 1))]
+
+
+@pytest.mark.parametrize("has_thread", [False, True])
+def test_memory_is_unlocked_when_no_gather_reads_it(has_thread: bool) -> None:
+    """A gather waits on the device alone."""
+    stream = Stream()
+
+    @dataclass(kw_only=True)
+    class Target(HostMemory):
+        waits: int = 0
+
+        def close(self) -> None:
+            self.waits = stream.waits
+
+    target = Target()
+    background = Background(target, torch.device("cpu"))
+    background.gathers._stream = stream  # type: ignore[assignment]
+    if has_thread:
+        background.submit(lambda: None)
+    background.close(waits=True)
+    assert target.waits == 1
+
+
+def test_a_weight_is_written_when_no_gather_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy of an earlier forward may come after the host has gone on to write, once for all that it writes."""
+
+    class Position:
+        def synchronize(self) -> None:
+            read.append(float(weight.handle.sum()))
+
+    read: list[float] = []
+    model = sharded(3, HostMemory(parameters=True))
+    weight = model.blocks[1].linear.weight
+    with torch.no_grad():
+        weight.fill_(1.0)
+        monkeypatch.setattr(engine(model).background.gathers, "mark", Position)
+        model(batch(0))
+        weight.mul_(2.0)
+        weight.mul_(2.0)
+        assert weight.fragment.eq(4.0).all()
+    assert read == [WIDTH * WIDTH]
+
+
+def test_a_refusal_to_lock_pages_is_no_error_of_a_later_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CUDA runtime keeps an error until it is asked for the last one, as torch does after each launch."""
+    last = [712, 0]
+
+    class Runtime:
+        @staticmethod
+        def cudaHostRegister(*_: int) -> int:
+            return last[0]
+
+    def launch(*_: Any, **__: Any) -> None:
+        error = last.pop(0)
+        if error:
+            raise RuntimeError(f"CUDA error {error}")
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(torch, "ones", launch)
+    assert page_lock(torch.empty(3)) == "712"
+    assert last == [0]

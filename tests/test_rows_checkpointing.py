@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_zero import OffloadActivations, ZeROStrategy
+from lightning_zero import OffloadActivations, ZeROStrategy, shard
 
 WIDTH, DEPTH = 6, 4
 
@@ -162,6 +162,41 @@ def test_q1_hugging_face_checkpointing_and_offloaded_activations(use_reentrant: 
     runs = fit_ranks(3, lambda: Llama(use_reentrant), tokens(2, 13), strategy=strategy(3, "offload", unit))
     assert_trained_as(plain_llama(), runs)
     assert all(run.record == [(1 if use_reentrant is None else 2) * DEPTH] * 2 for run in runs)
+
+
+TEXT = torch.arange(5)[None]
+
+
+def llama() -> Any:
+    """The model alone."""
+    module = Llama()
+    module.record.append(0)
+    return module.model
+
+
+def test_q1_a_cache_that_nobody_asked_for_stays_empty() -> None:
+    """Q1: blocks would append keys and values to it once in forward and once in backward, and keep them alive."""
+    lengths = []
+    for policy in (None, "full", "selective"):
+        out = shard(llama(), stage=3, activation_checkpointing=policy)(input_ids=TEXT, labels=TEXT)
+        out.loss.backward()
+        lengths.append([out.past_key_values.get_seq_length(layer) for layer in range(DEPTH)])
+    assert lengths == [[5] * DEPTH, [0] * DEPTH, [0] * DEPTH]
+
+
+def test_q1_a_prefix_in_the_cache_is_refused_and_not_dropped() -> None:
+    """Q1: without it the loss would be another one. What blocks before this one appended is no prefix of it."""
+    model = shard(llama(), stage=3, activation_checkpointing="full")
+    with torch.no_grad():
+        prefix = model(input_ids=TEXT).past_key_values
+    with pytest.raises(ValueError, match=r"of a `LlamaDecoderLayer` .* holds keys and values, as a prefix"):
+        model(input_ids=TEXT, labels=TEXT, past_key_values=prefix)
+    plain = llama()
+    second = plain.model.layers[1]
+    second.__class__ = type("Second", (type(second),), {})
+    model = shard(plain, stage=3, activation_checkpointing={"Second"})
+    out = model(input_ids=TEXT, labels=TEXT)
+    assert [out.past_key_values.get_seq_length(layer) for layer in range(DEPTH)] == [5, 0, 5, 5]
 
 
 # Q2, Q4, Q5: blocks of the user's
