@@ -400,9 +400,12 @@ def engine_of(module: nn.Module) -> Engine | None:
 
 
 def _engines_of(optimizer: torch.optim.Optimizer) -> dict[Engine, None]:
-    """The engines whose parameters ``optimizer`` steps: others must not send anything on its account."""
-    owners = {p.owner for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)}
-    observers = (owner.observer for owner in owners if isinstance(owner, ParamGroup))
+    """The engines whose parameters ``optimizer`` steps: others must not send anything on its account.
+
+    In the order of its parameters: they communicate one after another, and a set's order differs between ranks.
+    """
+    parameters = (p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter))
+    observers = (p.owner.observer for p in parameters if isinstance(p.owner, ParamGroup))
     return dict.fromkeys(observer for observer in observers if isinstance(observer, Engine))
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import lightning_zero
 from lightning_zero import HostMemory, MappedFile, OffloadError, OffloadTarget
 from lightning_zero.checkpoint.one_file import full_optimizer_state, shard_optimizer_state
-from lightning_zero.engine import Engine, engine_of
+from lightning_zero.engine import Engine, _engines_of, engine_of
 from lightning_zero.gradients import _Descent
 from lightning_zero.lane import Background
 from lightning_zero.offload import page_lock
@@ -189,8 +189,8 @@ class Collecting(HostMemory):
     may_collect: threading.Event = field(default_factory=threading.Event)
     closed: threading.Event = field(default_factory=threading.Event)
 
-    def to_rest(self, resting: Tensor, value: Tensor) -> None:
-        super().to_rest(resting, value)
+    def to_device(self, out: Tensor, resting: Tensor) -> None:
+        super().to_device(out, resting)
         if threading.current_thread() is not threading.main_thread():
             assert self.may_collect.wait(20)
             gc.collect()
@@ -228,14 +228,14 @@ def test_a_module_is_collected_in_the_background() -> None:
 
 @dataclass(kw_only=True)
 class Held(HostMemory):
-    """Moves gradients when it may."""
+    """Moves weights when it may."""
 
     may_move: threading.Event = field(default_factory=threading.Event)
 
-    def to_rest(self, resting: Tensor, value: Tensor) -> None:
+    def to_device(self, out: Tensor, resting: Tensor) -> None:
         if threading.current_thread() is not threading.main_thread():
             assert self.may_move.wait(20)
-        super().to_rest(resting, value)
+        super().to_device(out, resting)
 
 
 def test_an_interrupt_while_the_main_thread_waits() -> None:
@@ -494,3 +494,13 @@ def test_a_refusal_to_lock_pages_is_no_error_of_a_later_kernel(monkeypatch: pyte
     monkeypatch.setattr(torch, "ones", launch)
     assert page_lock(torch.empty(3)) == "712"
     assert last == [0]
+
+
+# Several modules
+
+
+def test_modules_of_one_optimizer_come_in_the_order_of_its_parameters() -> None:
+    """Each gathers after a step: ranks that began with different modules would exchange the weights of two of them."""
+    modules = [lightning_zero.shard(nn.Linear(2, 2)) for _ in range(20)]
+    optimizer = torch.optim.SGD([p for module in modules for p in module.parameters()], lr=0.1)
+    assert list(_engines_of(optimizer)) == [engine_of(module) for module in modules]
