@@ -8,6 +8,7 @@
     python examples/benchmark.py                                        two processes of one thread; 29M-parameter Llama
     python examples/benchmark.py --rounds 1 --steps 3 --json step.json
     python examples/benchmark.py --accelerator gpu --devices 8 --precision bf16-mixed --layers 24 --hidden 2048
+    python examples/benchmark.py --offload                              offload, which has its own arguments
 
 A step lasts from one batch's start to the next one's, so neither the optimizer nor what it leaves in flight is hidden.
 """
@@ -369,6 +370,7 @@ def build_parser() -> argparse.ArgumentParser:
         description="Compare the step time of ZeRO stages 1 to 3 with plain DDP.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
+    parser.add_argument("--offload", action="store_true", help="compare offload instead; see `--offload --help`")
     parser.add_argument("--rounds", type=positive, default=6, help="runs of each contender")
     parser.add_argument("--steps", type=positive, default=12, help="timed steps of a run")
     parser.add_argument("--warmup", type=positive, default=MIN_WARMUP, help=f"untimed steps, {MIN_WARMUP} or more")
@@ -413,6 +415,12 @@ def complaint(args: argparse.Namespace) -> str | None:
 
 
 def main() -> None:
+    if "--offload" in sys.argv[1:]:
+        import offload_benchmark
+
+        sys.argv.remove("--offload")
+        offload_benchmark.main()
+        return
     parser = build_parser()
     args = parser.parse_args()
     if message := complaint(args):

@@ -14,14 +14,15 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer, seed_everything
 from peft import LoraConfig, get_peft_model
 from sft import (
-    KINDS,
     QUIET,
     SEED,
     HeldBytes,
     SupervisedFineTuning,
     build_loaders,
+    build_strategy,
     docstring_pairs,
     find_model,
+    format_bytes_table,
     load_model,
     load_tokenizer,
     parse_args,
@@ -39,7 +40,7 @@ def main() -> None:
     held_bytes = HeldBytes()
     try:
         trainer = Trainer(
-            strategy=f"zero{args.stage}" if args.stage else "ddp",
+            strategy=build_strategy(args),
             accelerator=args.accelerator,
             devices=args.devices,
             precision=args.precision,
@@ -69,11 +70,10 @@ def main() -> None:
     print(f"""
 held-out loss       {before["held_out_loss"]:.4f} -> {after["held_out_loss"]:.4f}
 trained parameters  {trained:,} of {numel:,}
-""")
-    for rank, held in enumerate(held_bytes.of_ranks):
-        sizes = ", ".join(f"{kind} {nbytes:,}" for kind, nbytes in zip(KINDS, held))
-        print(f"bytes on rank {rank}     {sizes}")
-    print(f"\nWrote {args.out / 'adapter'}.")
+
+{format_bytes_table(held_bytes.of_ranks, held_bytes.planned)}
+
+Wrote {args.out / "adapter"}.""")
 
 
 if __name__ == "__main__":

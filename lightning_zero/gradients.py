@@ -145,8 +145,7 @@ class GroupGradients:
                 self._descent = _Descent(out, self._main, lane, adds=False)
             else:
                 self._descent = _Descent(out, self._main, lane, adds=True)
-        if not self._more_follow:
-            lane.begin()
+        lane.background.leaves(lane, self._more_follow)
 
     def _clear_dropped(self) -> None:
         """Gradients that were set to ``None`` start from zero, in a copy: someone may have kept the old values."""
@@ -220,8 +219,10 @@ class GroupGradients:
         off = self._lane is not None
         if self._local is not None:
             yield self._local, False
-        if self._descent is not None and self._descent.value is not None:
-            yield self._descent.value, False
+        # Asked once: in the background it may move meanwhile.
+        value = None if self._descent is None else self._descent.value
+        if value is not None:
+            yield value, False
         if self._main is not None:
             yield self._main, off
         for i in self._foreign:
@@ -268,8 +269,12 @@ class _Descent:
         lane.add(self._move)
 
     def add(self, more: Tensor) -> bool:
-        """Add ``more`` while that is possible; whether it was."""
-        if self.value is None:
+        """Add ``more`` while that is possible; whether it was.
+
+        Not what others follow: user code changed the sum since then. And not where the sum began to rest: whether a
+        transfer has begun must not change the order of additions.
+        """
+        if self._adds or self.value is None or not self._lane.ends_with(self._move):
             return False
         self.value.add_(more)
         self._mark = self._lane.background.copies.mark()
@@ -282,7 +287,7 @@ class _Descent:
         # At its end the host has waited, so the buffer on the device may be used again.
         with shared.copies.after(self._mark):
             shared.target.to_rest(into, value)
-        shared.moved["to rest"] += value.nbytes
+        shared.count_moved("to rest", value.nbytes)
         self.value = None
         if self._adds:
             self._resting.add_(into)

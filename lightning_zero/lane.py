@@ -11,11 +11,12 @@ are those of doing it at once.
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch
@@ -24,12 +25,16 @@ from torch import Tensor
 from lightning_zero.flat_buffer import BufferPool
 from lightning_zero.offload import OffloadError, OffloadTarget
 
-__all__ = ["Background", "CopyStream", "Deferred", "Lane"]
+__all__ = ["Background", "CopyStream", "Deferred", "Lane", "Mark"]
 
 T = TypeVar("T")
 
 Mark = Any
 """A position of a CUDA stream, or ``None`` on the CPU, where everything is done at once."""
+
+
+IN_FLIGHT = 2
+"""Groups whose mean gradients leave the device at a time."""
 
 
 class CopyStream:
@@ -44,7 +49,7 @@ class CopyStream:
         self._device = device
 
     def mark(self) -> Mark:
-        """The position of the compute stream: what is queued on it so far."""
+        """The position of the current stream, as a rule the one that computes: what is queued on it so far."""
         return None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
 
     @contextmanager
@@ -53,7 +58,7 @@ class CopyStream:
         if self._stream is None:
             yield
             return
-        # The background thread has a current device of its own.
+        # Each thread has a current device of its own.
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             self._stream.wait_event(mark)
             yield
@@ -63,6 +68,16 @@ class CopyStream:
         """Wait, on the host, for what the compute stream does."""
         if self._stream is not None:
             torch.cuda.current_stream(self._device).synchronize()
+
+    def finish(self) -> None:
+        """Wait, on the host, for the copies."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def enter_thread(self) -> None:
+        """Have this thread begin at the device: what it page-locks would make it a context on the first one."""
+        if self._stream is not None:
+            torch.cuda.set_device(self._stream.device)
 
     @contextmanager
     def beside(self) -> Iterator[None]:
@@ -91,20 +106,70 @@ class Background:
         self.pool = BufferPool(torch.device("cpu"), allocate=lambda n, dtype: target.allocate(n, dtype, True))
         self.moved: Counter[str] = Counter()
         """Bytes "to device" and "to rest" that this rank moved."""
+        self.seconds = {"worked": 0.0, "waited": 0.0}
+        """Seconds of operations, in whatever thread, and seconds that readers waited for them, or did them."""
         self.failure: BaseException | None = None
         self._thread: ThreadPoolExecutor | None = None
+        self._leaving: deque[Lane] = deque()
+        # Several threads count, and a sum in place is more than one step.
+        self._counting = threading.Lock()
+
+    def count_moved(self, to: str, nbytes: int) -> None:
+        """Note a transfer."""
+        with self._counting:
+            self.moved[to] += nbytes
+
+    @contextmanager
+    def timing(self, what: str) -> Iterator[None]:
+        """Context whose seconds count as ``what``."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            with self._counting:
+                self.seconds[what] += time.perf_counter() - started
+
+    def leaves(self, lane: Lane, more_follow: bool) -> None:
+        """Note that mean gradients of ``lane`` leave the device, and wait for those `IN_FLIGHT` before.
+
+        A backward that is faster than the transfers, or a host that runs ahead of its device, would else fill the
+        device with what is about to leave it.
+
+        Args:
+            more_follow: not yet: further ones add to them on the device first.
+        """
+        if more_follow:
+            # What left for the step before is over, and a wait for its lane would not let more follow.
+            self._leaving.clear()
+            return
+        lane.begin()
+        self._leaving.append(lane)
+        if len(self._leaving) > IN_FLIGHT:
+            self._leaving.popleft().wait()
 
     def submit(self, work: Callable[[], None]) -> None:
         """Do ``work`` in the background, after what was submitted before."""
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="lightning_zero.offload")
+            self._thread = ThreadPoolExecutor(1, "lightning_zero.offload", self.copies.enter_thread)
         self._thread.submit(work)
 
-    def close(self) -> None:
-        """End the thread after what was submitted, and give the target back."""
-        if self._thread is not None:
-            self._thread.shutdown()
-            self._thread = None
+    def close(self, waits: bool) -> None:
+        """Give the target back after what was submitted, and end the thread.
+
+        Args:
+            waits: for that. The background thread itself must not, nor a thread that holds a lane.
+        """
+        self._leaving.clear()
+        if self._thread is None:
+            self._close_target()
+            return
+        self.submit(self._close_target)
+        self._thread.shutdown(waits)
+        self._thread = None
+
+    def _close_target(self) -> None:
+        # A gather that nobody waited for on the host may still read.
+        self.gathers.finish()
         self.target.close()
 
 
@@ -155,16 +220,18 @@ class Lane:
         """Queue ``operation``. It must not read through anything that waits for this lane."""
         self._queue.append(operation)
 
+    def ends_with(self, operation: Callable[[], object]) -> bool:
+        """Whether ``operation`` is queued, and nothing after it."""
+        return bool(self._queue) and self._queue[-1] == operation
+
     def begin(self) -> None:
         """Have what is queued done in the background."""
         self.background.submit(self._work)
 
     def _work(self) -> None:
-        try:
+        # Whoever waits next, on the main thread, raises it.
+        with suppress(BaseException):
             self._drain()
-        except BaseException as error:
-            # Whoever waits next, on the main thread, raises it.
-            self.background.failure = self.background.failure or error
 
     def wait(self) -> None:
         """See that everything that was queued is done.
@@ -172,17 +239,16 @@ class Lane:
         Raises:
             OffloadError: some operation of this model failed.
         """
-        failure = self.background.failure
-        if failure is None and self._queue:
-            try:
+        if self._queue and self.background.failure is None:
+            # Not an interrupt: it is the user's, who waits for nothing then.
+            with suppress(Exception), self.background.timing("waited"):
                 self._drain()
-            except BaseException as error:
-                failure = self.background.failure = self.background.failure or error
-        failure = failure or self.background.failure
+        failure = self.background.failure
         if failure is not None:
             self._queue.clear()
+            reason = str(failure) or type(failure).__name__
             raise OffloadError(
-                f"offloaded state could not be updated, at `{self.name}` or before: {failure}. Weights may be of"
+                f"offloaded state could not be updated, at `{self.name}` or before: {reason}. Weights may be of"
                 " different steps now: resume from the last checkpoint."
             ) from failure
 
@@ -194,12 +260,17 @@ class Lane:
         return result[0]
 
     def _drain(self) -> None:
-        with self._lock, torch.inference_mode(False), torch.no_grad():
-            while self._queue and self.background.failure is None:
-                self._queue[0]()
-                # Only now: who sees an empty queue goes on to read.
-                self._queue.popleft()
-            self.relax()
+        with self._lock, self.background.timing("worked"), torch.inference_mode(False), torch.no_grad():
+            try:
+                while self._queue and self.background.failure is None:
+                    self._queue[0]()
+                    # Only now: who sees an empty queue goes on to read.
+                    self._queue.popleft()
+                self.relax()
+            except BaseException as error:
+                # What was interrupted may be half done.
+                self.background.failure = self.background.failure or error
+                raise
 
     def relax(self) -> None:
         """Note that nothing of this lane is needed for a while."""

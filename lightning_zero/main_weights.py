@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from lightning_zero.lane import Lane
+from lightning_zero.lane import Lane, Mark
 
 __all__ = ["MainWeights", "OffloadedWeights"]
 
@@ -57,6 +57,9 @@ class MainWeights:
             source = self._own_shard(whole)
             source.copy_(self.handle)
         yield source
+
+    def before_write(self) -> None:
+        """The value is about to be written."""
 
     def changed(self) -> None:
         """The value was written, or is about to be by what was queued."""
@@ -113,6 +116,8 @@ class OffloadedWeights(MainWeights):
         else:
             self._ready = resting if self._same_dtype else lane.allocate(value.numel(), model_dtype, moves=True)
         self._behind = self._updating = True
+        self._read: Mark = None
+        lane.relax()
 
     @property
     def value(self) -> Tensor:
@@ -123,6 +128,12 @@ class OffloadedWeights(MainWeights):
     def write(self, value: Tensor) -> None:
         self.lane.background.target.to_rest(self.value, value)
         self.lane.background.copies.settle()
+
+    def before_write(self) -> None:
+        if self._read is not None:
+            # The device, behind the host, may still have to read what rests.
+            self.lane.add(self._read.synchronize)
+            self._read = None
 
     def changed(self) -> None:
         self._behind = self._updating = True
@@ -154,7 +165,7 @@ class OffloadedWeights(MainWeights):
         # What computed with the old values was queued before the mark.
         with shared.copies.after(mark):
             shared.target.to_device(self._ready, source)
-        shared.moved["to device"] += self._ready.nbytes
+        shared.count_moved("to device", self._ready.nbytes)
 
     @contextmanager
     def source(self, whole: Tensor) -> Iterator[Tensor]:
@@ -172,8 +183,10 @@ class OffloadedWeights(MainWeights):
         # The gather follows the copy on a stream beside the computation, which waits for the gather alone.
         with shared.gathers.beside():
             shared.target.to_device(own, self._ready)
-            shared.moved["to device"] += own.nbytes
+            shared.count_moved("to device", own.nbytes)
+            self._read = shared.gathers.mark()
             yield own
+        shared.target.relax(self._ready)
 
     def shards(self) -> Iterator[tuple[Tensor, bool]]:
         yield self.handle, True

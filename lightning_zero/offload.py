@@ -16,7 +16,9 @@ import shutil
 import sys
 import tempfile
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -151,7 +153,12 @@ class HostMemory(OffloadTarget):
 def page_lock(tensor: Tensor) -> str | None:
     """Lock the pages of ``tensor`` in memory for copies by the device; why not, where the system refuses."""
     status = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
-    return None if int(status) == 0 else str(status)
+    if int(status) == 0:
+        return None
+    with suppress(RuntimeError):
+        # The runtime keeps the error for whoever asks next: the first kernel that torch launches, and nobody after it.
+        torch.ones(1, device="cuda")
+    return str(status)
 
 
 def page_unlock(tensor: Tensor) -> None:
@@ -205,7 +212,10 @@ class MappedFile(OffloadTarget):
         _advise(resting, _DONT_NEED)
 
     def free_bytes(self) -> int | None:
-        return shutil.disk_usage(Path(self.directory)).free
+        try:
+            return shutil.disk_usage(Path(self.directory)).free
+        except OSError:
+            return None  # `open` says what is wrong with it
 
 
 _DONT_NEED = 4
@@ -215,10 +225,15 @@ _DONT_NEED = 4
 def _advise(resting: Tensor, advice: int) -> None:
     if not resting.nbytes:
         return
+    if _libc().madvise(resting.data_ptr(), resting.nbytes, advice):
+        raise OffloadError(f"madvise failed: {os.strerror(ctypes.get_errno())}")
+
+
+@cache
+def _libc() -> ctypes.CDLL:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    if libc.madvise(resting.data_ptr(), resting.nbytes, advice):
-        raise OffloadError(f"madvise failed: {os.strerror(ctypes.get_errno())}")
+    return libc
 
 
 def offload_target(offload: OffloadTarget | str | None) -> OffloadTarget | None:

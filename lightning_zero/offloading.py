@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from lightning_zero.collectives import Collectives
@@ -94,11 +96,39 @@ class Offloading:
         self._collectives = collectives
         self._local_ranks = local_ranks
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self.units = _chosen(target, candidates, units, collectives.device)
+        self.background = self._begin()
+        known, self._likely = dict.fromkeys(units, 0.0), dict.fromkeys(units, 0.0)
+        for candidate in candidates:
+            known[candidate.unit] += candidate.known_bytes
+            self._likely[candidate.unit] += candidate.likely_bytes
+        self.units = _beyond(_room_on_device(target, sum(self._likely.values()), collectives.device), self._likely)
         """Those whose state is offloaded."""
-        need = sum(candidate.known_bytes for candidate in candidates if candidate.unit in self.units)
-        self._require_room(need, "main weights and gradients")
-        self.background = Background(target, collectives.device)
+        self._moments = {unit: self._likely[unit] - known[unit] for unit in units}
+        try:
+            self._require_room(sum(known[unit] for unit in self.units), known, "main weights and gradients")
+        except OffloadError:
+            self.background.close(waits=True)
+            raise
+
+    def _begin(self) -> Background:
+        """Open the target on all ranks or on none: a collective."""
+        error: Exception | None = None
+        try:
+            background = Background(self._target, self._collectives.device)
+        except Exception as caught:
+            error = caught
+        fails_anywhere = self._on_any_rank(error is not None)
+        if error is not None:
+            raise error
+        if fails_anywhere:
+            background.close(waits=True)
+            raise OffloadError(f"{type(self._target).__name__} cannot be used on another rank, which says why.")
+        return background
+
+    def _on_any_rank(self, holds: bool) -> bool:
+        flag = torch.tensor([holds], dtype=torch.uint8)
+        self._collectives.max_flags(flag).wait()
+        return bool(flag.item())
 
     def takes(self, unit: int | None, trained: bool) -> bool:
         """Whether ``unit``'s trained parameters, or its frozen ones, are offloaded."""
@@ -119,21 +149,24 @@ class Offloading:
             return
         self._known.add(optimizer)
         new = sum(p.slicing.own.numel * p.element_size() for p in offloaded if p not in optimizer.state)
-        self._require_room(_moments_of(optimizer) * new, f"the state of {type(optimizer).__name__}")
+        self._require_room(_moments_of(optimizer) * new, self._moments, f"the state of {type(optimizer).__name__}")
 
-    def _require_room(self, nbytes: float, what: str) -> None:
-        """See that ``nbytes`` a rank can be allocated on every host: a collective, one answer."""
+    def _require_room(self, nbytes: float, shares: Mapping[int | None, float], what: str) -> None:
+        """See that ``nbytes`` a rank can be allocated on every host: a collective, one answer.
+
+        Args:
+            shares: of each unit, in proportion, offloaded or not.
+            what: will be allocated.
+        """
         free = self._target.free_bytes()
         need = int(nbytes) * self._local_ranks
         lacks = free is not None and need > free
-        flag = torch.tensor([lacks], dtype=torch.uint8)
-        self._collectives.max_flags(flag).wait()
-        if not flag.item():
+        if not self._on_any_rank(lacks):
             return
         place = type(self._target).__name__
         if not lacks or free is None:
             raise OffloadError(f"{place} on another host has no room for {what}. Its ranks say how much is missing.")
-        fits = int(100 * free / need) / 100
+        fits = self._largest_ratio(free / need, shares)
         less = f"`{place}(ratio={fits})`, where the device has room for the rest" if fits else "a smaller model"
         other = "a directory on a larger disk" if place == "MappedFile" else "`MappedFile('/path/on/a/disk')`"
         raise OffloadError(
@@ -141,21 +174,29 @@ class Offloading:
             f" {need / 1e9:.3f} GB, and {free / 1e9:.3f} GB are free. What fits: {less}; or {other}."
         )
 
+    def _largest_ratio(self, part: float, shares: Mapping[int | None, float]) -> float:
+        """The largest hundredth with which ``part`` of what is offloaded now would be; 0 where none is small enough."""
+        enough = part * sum(shares[unit] for unit in self.units)
+        total = sum(self._likely.values())
+        for hundredth in range(99, 0, -1):
+            units = _beyond((1 - hundredth / 100) * total, self._likely)
+            if sum(shares[unit] for unit in units) <= enough:
+                return hundredth / 100
+        return 0
 
-def _chosen(
-    target: OffloadTarget, candidates: Sequence[Candidate], units: Sequence[int | None], device: torch.device
-) -> set[int | None]:
+
+def _room_on_device(target: OffloadTarget, likely: float, device: torch.device) -> float:
+    """Bytes a rank of ``likely`` ones that stay on the device."""
+    if target.ratio != "auto":
+        return (1 - target.ratio) * likely
+    return float(target.device_budget if target.device_budget is not None else _free_bytes(device) // 2)
+
+
+def _beyond(room: float, nbytes: Mapping[int | None, float]) -> set[int | None]:
     """The units that are offloaded: those that stay are the first ones that fit.
 
     The forward needs those first, and their update is done where it is fast; the later ones have longer to arrive.
     """
-    nbytes: dict[int | None, float] = dict.fromkeys(units, 0.0)
-    for candidate in candidates:
-        nbytes[candidate.unit] += candidate.likely_bytes
-    if target.ratio == "auto":
-        room = float(target.device_budget if target.device_budget is not None else _free_bytes(device) // 2)
-    else:
-        room = (1 - target.ratio) * sum(nbytes.values())
     offloaded = set()
     for unit, size in nbytes.items():
         if size <= room:
@@ -194,6 +235,8 @@ def _ask_for_fused(optimizer: Optimizer) -> None:
         free = group.get("fused") is None and group.get("foreach") is None and not group.get("differentiable")
         if free and not group.get("capturable") and all(p.is_floating_point() for p in group["params"]):
             asked = group["fused"] = True
+            for p in group["params"]:
+                _count_for_fused(optimizer.state.get(p, {}), p.device)
     if asked:
         optimizer.defaults["fused"] = True
         _log.info(
@@ -201,3 +244,9 @@ def _ask_for_fused(optimizer: Optimizer) -> None:
             " `fused=False`.",
             type(optimizer).__name__,
         )
+
+
+def _count_for_fused(state: dict[str, Any], device: torch.device) -> None:
+    """Have a step counter from before, as a checkpoint brings it, where and as the kernel reads it, unchecked."""
+    if isinstance(state.get("step"), Tensor):
+        state["step"] = state["step"].to(device, torch.float32)

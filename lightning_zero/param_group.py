@@ -31,7 +31,8 @@ from lightning_zero.param_hooks import ParamHooks
 from lightning_zero.partition import Partition
 from lightning_zero.placements import Placements, StateBytes
 from lightning_zero.precision import Dtypes
-from lightning_zero.sharded_parameter import ShardedParameter, ShardedTensor, Slicing
+from lightning_zero.sharded_parameter import ShardedParameter, ShardedTensor
+from lightning_zero.slicing import Slicing
 from lightning_zero.whole_parameter import ConcealedParameter, NarrowParameter, WholeParameter
 
 __all__ = ["GroupObserver", "ParamGroup"]
@@ -414,7 +415,7 @@ class ParamGroup:
 
     def read_local(self, index: int) -> Tensor | None:
         """The whole value in the main dtype, if it rests here."""
-        if not self._main_is_whole:
+        if not self.placements.keeps_whole_parameters or self.main_dtype != self.model_dtype:
             return None
         self.observer.needed(self)
         assert self._whole is not None
@@ -457,6 +458,7 @@ class ParamGroup:
         self.observer.before_write(self)
         self.finish_gather()
         self.keep_writes()
+        self.main.before_write()
 
     def after_write(self, index: int) -> None:
         """Whole values are stale."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lightning_zero.layout import FlatLayout
-from lightning_zero.sharded_parameter import Slicing
+from lightning_zero.slicing import Slicing
 
 __all__ = ["Partition"]
 

@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
+from itertools import cycle
 from typing import Any, cast
 
 import torch
@@ -150,6 +151,9 @@ def _elementwise(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return _on_whole(func, args, kwargs)
     with writing(written):
         out = _run(lead.lane, func, local_args, local_kwargs)
+    if lead.lane is not None and func is aten.copy_.default and not isinstance(args[1], Sharded):
+        # As from a file: if all of that queued, the host would hold what is offloaded from it.
+        lead.lane.wait()
     return lead if written else _wrapped(out, lead)
 
 
@@ -173,15 +177,20 @@ def _local(value: Any, lead: ShardedTensor) -> Any:
         raise _NotAlike
     if isinstance(value, ShardedTensor):
         if not _alike(value, lead):
-            return lead.slicing.cut(value.whole()).to(lead.device)
-        return value.handle if value.lane is lead.lane else value.fragment.to(lead.device)
+            return _moved(lead.slicing.cut(value.whole()), lead)
+        return value.handle if value.lane is lead.lane else _moved(value.fragment, lead)
     # A 0-dim plain operand of a 0-dim tensor broadcasts against the fragment, which may be empty here.
     return _snapshot(value if value.ndim == 0 else lead.slicing.cut(value), lead)
 
 
 def _snapshot(value: Tensor, lead: ShardedTensor) -> Tensor:
     """A plain operand: as it is now, where the operation comes later."""
-    return value if lead.lane is None else value.to(lead.device, copy=True)
+    return value if lead.lane is None else _moved(value, lead)
+
+
+def _moved(value: Tensor, lead: ShardedTensor) -> Tensor:
+    """Values that rest elsewhere, where ``lead`` rests: as they are now, where the operation comes later."""
+    return value.to(lead.device, copy=lead.lane is not None)
 
 
 def _alike(a: ShardedTensor, b: ShardedTensor) -> bool:
@@ -256,9 +265,9 @@ def _on_lists(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     leads: list[Any] = [
         next((item for item in row if isinstance(item, ShardedTensor)), None) for row in zip(*lists, strict=True)
     ]
-    if any(lead is None for lead in leads) or _writes_plain(func, args, kwargs):
-        return _one_by_one(func, args, kwargs, lists)
     written = _written(func, args, kwargs)
+    if any(lead is None for lead in leads) or _writes_plain(func, args, kwargs) or _writes_elsewhere(written, leads):
+        return _one_by_one(func, args, kwargs, lists)
     keep = list(range(len(leads)))
     if written and all(_are_alike(row, lead) for row, lead in zip(rows, leads)):
         # Kernels need no launch for tensors that lie on other ranks. Operands that are cut differently are made whole,
@@ -285,6 +294,12 @@ def _on_lists(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             for i, item in zip(by_lane[lane], () if written else out):
                 results[i] = leads[i].like(item)
     return None if written else results
+
+
+def _writes_elsewhere(written: Sequence[Any], leads: Sequence[Any]) -> bool:
+    """Whether ``written``, a list for each row or several, rests elsewhere than its row: a copy would be written."""
+    rows = zip(written, cycle(leads), strict=False)
+    return any(isinstance(tensor, ShardedTensor) and tensor.lane is not lead.lane for tensor, lead in rows)
 
 
 def _is_tensor_list(value: Any) -> bool:

@@ -14,16 +14,16 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NoReturn, Protocol, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem
 
-from lightning_zero.collectives import Collectives
 from lightning_zero.lane import Deferred, Lane
-from lightning_zero.layout import Fragment
+from lightning_zero.pieces import chunk_of, own_boxes, piece_at, write_items
+from lightning_zero.slicing import Slicing
 
 __all__ = ["Owner", "RawMemoryError", "ShardedParameter", "ShardedTensor", "ShardedView", "Slicing"]
 
@@ -76,76 +76,6 @@ class Owner(Protocol):
 
     def hook_accumulated(self, index: int, hook: Callable[[Tensor], None]) -> Any:
         """Call ``hook`` with the parameter after its mean gradient has changed; returns torch's handle."""
-
-
-@dataclass(frozen=True, eq=False)
-class Slicing:
-    """How one tensor is cut: its global geometry and the elements that each rank holds.
-
-    Args:
-        name: full name of the parameter it belongs to, for errors.
-        shape: global shape.
-        stride: global stride, dense: elements are counted in storage order.
-        fragments: one for each rank; all cover the whole tensor where it is replicated.
-        collectives: of the ranks that hold the fragments.
-    """
-
-    name: str
-    shape: torch.Size
-    stride: tuple[int, ...]
-    fragments: tuple[Fragment, ...]
-    collectives: Collectives
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Slicing:
-        return self
-
-    @cached_property
-    def numel(self) -> int:
-        """Elements of the whole tensor."""
-        return self.shape.numel()
-
-    @cached_property
-    def own(self) -> Fragment:
-        """This rank's fragment."""
-        return self.fragments[self.collectives.rank]
-
-    @cached_property
-    def replicated(self) -> bool:
-        """Whether every rank holds the whole tensor."""
-        return all(fragment.numel == self.numel for fragment in self.fragments)
-
-    @cached_property
-    def contiguous(self) -> bool:
-        """Whether storage order is the order of indices."""
-        return torch.empty_strided(self.shape, self.stride, device="meta").is_contiguous()
-
-    def flatten(self, whole: Tensor) -> Tensor:
-        """``whole``, of the global shape, as shape (numel,) in storage order; a view where it can be."""
-        if whole.stride() != self.stride and not (self.contiguous and whole.is_contiguous()):
-            whole = torch.empty_strided(self.shape, self.stride, dtype=whole.dtype, device=whole.device).copy_(whole)
-        return whole.as_strided((self.numel,), (1,), whole.storage_offset())
-
-    def cut(self, whole: Tensor) -> Tensor:
-        """This rank's fragment of ``whole``, shape (own.numel,); a view where it can be."""
-        return self.flatten(whole)[self.own.start : self.own.stop]
-
-    def shape_up(self, flat: Tensor) -> Tensor:
-        """The inverse of `flatten`: a view of global shape and stride."""
-        return flat.as_strided(self.shape, self.stride, flat.storage_offset())
-
-    def assemble(self, fragment: Tensor) -> Tensor:
-        """The whole tensor from every rank's fragment: a collective on all ranks, unless it is replicated."""
-        if self.replicated:
-            return self.shape_up(fragment)
-        longest = max(piece.numel for piece in self.fragments)
-        device = self.collectives.device
-        padded = torch.zeros(longest, dtype=fragment.dtype, device=device)
-        padded[: fragment.numel()] = fragment
-        received = padded.new_empty(len(self.fragments) * longest)
-        self.collectives.all_gather(received, padded, purpose="fragment").wait()
-        chunks = received.view(len(self.fragments), longest)
-        flat = torch.cat([chunk[: piece.numel] for chunk, piece in zip(chunks, self.fragments, strict=True)])
-        return self.shape_up(flat.to(fragment.device))
 
 
 # Torch's own attributes, past the properties of the classes here.
@@ -242,9 +172,10 @@ class ShardedTensor(torch.Tensor):
     def local_whole(self) -> Tensor | None:
         """The whole value if no collective is needed for it."""
         owner = self.owner
-        if owner is not None:
-            return owner.read_local(self._index)
-        return self._slicing.shape_up(self.fragment) if self._slicing.replicated else None
+        value = None if owner is None else owner.read_local(self._index)
+        if value is None and self._slicing.replicated:
+            value = self._slicing.shape_up(self.fragment)
+        return value
 
     def alias(self) -> ShardedTensor:
         """The same fragment of the same owner without gradient: what ``detach()`` and ``data`` give."""
@@ -253,6 +184,25 @@ class ShardedTensor(torch.Tensor):
     def like(self, fragment: Tensor | Deferred) -> ShardedTensor:
         """A tensor that is cut, and rests, as this one does."""
         return ShardedTensor(fragment, self._slicing, lane=self._lane)
+
+    def kept(self, fragment: Tensor) -> ShardedTensor:
+        """A tensor like this one of a copy of ``fragment``, which is to be kept: it rests where this one does."""
+        if self._lane is None:
+            return self.like(fragment.to(self.device, copy=True))
+        return self.like(self._lane.allocate(fragment.numel(), fragment.dtype).copy_(fragment))
+
+    # The protocol of torch.distributed.checkpoint: files hold the whole tensor in pieces, whoever has them.
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        return write_items(fqn, self._slicing, self.dtype)
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        # A load plans with this, and then writes into the pieces past every operation of the tensor.
+        with self.writing():
+            return [chunk_of(box) for box in own_boxes(self._slicing)]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        return piece_at(index, self._slicing, self.fragment)
 
     def store(self, whole: Tensor) -> None:
         """Make ``whole`` the value: this rank keeps its fragment."""
@@ -284,12 +234,7 @@ class ShardedTensor(torch.Tensor):
         return _dispatch(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
-        fragment = self.fragment
-        if self._lane is not None:
-            copy = self._lane.allocate(fragment.numel(), fragment.dtype).copy_(fragment)
-        else:
-            copy = fragment.clone()
-        copied = type(self)(copy, self._slicing, self.requires_grad, lane=self._lane)
+        copied = type(self)(self.kept(self.fragment).fragment, self._slicing, self.requires_grad, lane=self._lane)
         memo[id(self)] = copied
         grad = self.grad if isinstance(self, ShardedParameter) else None
         if grad is not None:
@@ -414,7 +359,7 @@ class ShardedParameter(ShardedTensor):
         if isinstance(value, ShardedTensor) and value.slicing is self._slicing:
             return value
         whole = value.whole() if isinstance(value, ShardedTensor | ShardedView) else value.detach()
-        return self.like(self._slicing.cut(whole.to(self.dtype, copy=True)).to(self.device))
+        return self.kept(self._slicing.cut(whole.to(self.dtype)))
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
         """Call ``hook`` with each local gradient, whole and before it is reduced, as under data parallelism."""

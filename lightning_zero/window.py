@@ -113,6 +113,8 @@ class Windows:
             if group.placements.keeps_whole_parameters and group.whole is not None
         }
         self._packs = not all(group.placements.keeps_whole_parameters for group in self._unit_of)
+        self._shares = any(group.layout.num_shards > 1 for group in self._unit_of)
+        self._left_gathers = False
         self._steps = 0
         # What one rank does alone must not change what it gathers unasked in training.
         self._order = {flows: _Order() for flows in (True, False)}
@@ -165,8 +167,8 @@ class Windows:
 
     @property
     def all_gathered(self) -> bool:
-        """Whether everything is whole, or about to be."""
-        return all(unit.is_gathered for unit in (self.root, *self.units))
+        """Whether everything is whole, or about to be, or comes from this rank alone."""
+        return not self._shares or all(unit.is_gathered for unit in (self.root, *self.units))
 
     @property
     def in_step(self) -> bool:
@@ -225,7 +227,9 @@ class Windows:
     def _open_in_forward(self, unit: Unit) -> None:
         if self._steps:
             self._open_root()
-        self._let_go(keep=unit)
+        # Several modules of one unit in a row: what was gathered ahead still comes after them.
+        if unit is not self._lingering:
+            self._let_go(keep=unit)
         self._unshard(unit)
         self._follow(unit)
         unit.wait()
@@ -379,6 +383,12 @@ class Windows:
         last = units.index(needed) if needed in units and any(unit.updating for unit in units) else len(units)
         for unit in units[: last + 1]:
             unit.unshard()
+        self._left_gathers = last + 1 < len(units)
+
+    def complete(self) -> None:
+        """Begin the gathers that `refresh` left for later: other ranks may have gone on to them, or go another way."""
+        if self._left_gathers:
+            self.refresh()
 
     def _unshard(self, unit: Unit) -> None:
         """Begin to make ``unit`` whole."""
@@ -390,11 +400,15 @@ class Windows:
                 unit.unshard()
             elif not unit.is_gathered:
                 self._lockstep.ask(unit)
+        elif not self._shares:  # no other rank is needed
+            unit.unshard()
         elif not unit.is_whole:
             # Ranks may differ in which unit they need next; where all of them rest, all are gathered in one order.
             if self._flows:
                 self._flow()
                 self.refresh(unit)
+            else:
+                self.complete()
             for each in (self.root, *self.units) if not unit.is_gathered else ():
                 if not each.is_gathered:
                     self._lockstep.ask(each)

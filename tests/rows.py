@@ -149,6 +149,8 @@ class _Poison(Callback):
         engine = engine_of(module)
         if engine is not None:
             engine.pool.poison = True
+            if engine.background is not None:
+                engine.background.pool.poison = True
 
     on_validation_start = on_test_start = on_predict_start = on_fit_start
 

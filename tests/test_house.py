@@ -17,6 +17,7 @@ FLOORS = {
     "watch": 0, "collectives": 1, "layout": 1, "units": 1,
     "host_memory": 0, "modes": 0, "kept_results": 0, "flat_buffer": 2,
     "offload": 2, "lane": 2, "stash": 2, "activation": 2, "activation_bytes": 2,
+    "boxes": 1, "slicing": 3, "pieces": 3,
     "sharded_parameter": 3, "sharded_ops": 3, "whole_parameter": 3, "partition": 3, "main_weights": 3,
     "param_group": 4, "param_hooks": 4, "gradients": 4,
     "unit": 5, "window": 5, "windowed_forward": 5, "reducer": 5, "lockstep": 5,

@@ -24,6 +24,8 @@ from rows import (
 )
 from torch import Tensor, nn
 
+from lightning_zero import HostMemory, MappedFile, ZeROStrategy
+
 NORMS = (2.0, 1.0, 3.0, math.inf)
 
 
@@ -61,16 +63,28 @@ def clipped_twin(algorithm: str) -> Run:
     return fit_plain(OddAndTied, uneven_vectors(3), gradient_clip_val=0.1, gradient_clip_algorithm=algorithm)
 
 
+@pytest.mark.parametrize("offload", ["", "_offload"])
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
 @pytest.mark.parametrize("stage", STAGES)
-def test_f1_gradient_clip_val_clips_the_whole_mean_gradient(stage: int, algorithm: str, tmp_path: Path) -> None:
-    """F1: by norm and by value, with gradients of very different size on the two ranks."""
-    clip = {"gradient_clip_val": 0.1, "gradient_clip_algorithm": algorithm}
+def test_f1_gradient_clip_val_clips_the_whole_mean_gradient(
+    stage: int, algorithm: str, offload: str, tmp_path: Path
+) -> None:
+    """F1: by norm and by value, with gradients of very different size on the two ranks, wherever these rest."""
+    clip = {"gradient_clip_val": 0.1, "gradient_clip_algorithm": algorithm, "strategy": f"zero{stage}{offload}"}
     runs = fit_ranks(stage, OddAndTied, uneven_vectors(3), tmp_path / "last.ckpt", **clip)
     assert_trained_as(clipped_twin(algorithm), runs, tmp_path / "last.ckpt", OddAndTied)
     # The clip binds: without it training ends elsewhere.
     unclipped = fit_plain(OddAndTied, uneven_vectors(3))
     assert not torch.allclose(unclipped.after["gain"], clipped_twin(algorithm).after["gain"], rtol=1e-3)
+
+
+def test_f6_clipping_works_with_every_option_of_offload(tmp_path: Path) -> None:
+    """F6: a part on the device and the rest off it; parameters too; on a disk."""
+    clip = {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "norm"}
+    for offload in (HostMemory(ratio=0.5), HostMemory(parameters=True), MappedFile(tmp_path)):
+        strategy = ZeROStrategy(stage=3, offload=offload)
+        runs = fit_ranks(3, OddAndTied, uneven_vectors(3), strategy=strategy, **clip)
+        assert_trained_as(clipped_twin("norm"), runs)
 
 
 class ClipsItself(OddAndTied):

@@ -163,6 +163,27 @@ def test_what_autocast_casts_crosses_the_wire_in_two_bytes(stage, name):
         assert itemsizes == ({4} if stage == 0 or name == "compute=float32" else {2, 4})
 
 
+def _merged(rank):
+    model = lightning_zero.shard(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(16))), stage=3)
+    engine = engine_of(model)
+    assert len(engine.units) == 8
+    optimizer = torch.optim.SGD(model.parameters())
+    payloads = []
+    for _ in range(WARM_UP):
+        engine.collectives.reset_counts()
+        optimizer.zero_grad()
+        model(torch.ones(2, WIDTH)).sum().backward()
+        optimizer.step()
+        payloads.append(engine.collectives.payload["gather"])
+    return payloads, sum(group.layout.total for group in engine.groups)
+
+
+def test_a_unit_of_two_modules_is_gathered_twice_a_step_as_any_other():
+    """Its second module opens while the next unit is being gathered ahead, and leaves that in place."""
+    for payloads, total in run_ranks(2, _merged):
+        assert payloads == [2 * total] * WARM_UP
+
+
 def _clipped(rank, stage):
     model = lightning_zero.shard(Net(), stage=stage, units=["Block"])
     optimizer = torch.optim.AdamW(model.parameters())

@@ -155,5 +155,4 @@ def _sharded_value(name: str, value: Any, parameter: Any) -> Any:
         return value
     if name in PER_PARAMETER_SCALARS or value.shape != parameter.shape:
         return value
-    slicing = parameter.slicing
-    return ShardedTensor(slicing.cut(value).to(parameter.device, copy=True), slicing)
+    return parameter.kept(parameter.slicing.cut(value))
