@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,29 +32,62 @@ def without_graph(tensor: Tensor) -> Tensor:
     return tensor.detach() if type(tensor) is Tensor and tensor.grad_fn is not None else tensor
 
 
+class _Region(NamedTuple):
+    """The memory that a tensor takes of its storage: in elements, from ``offset`` on."""
+
+    offset: int
+    numel: int
+
+
+WASTE = 4
+"""A tensor with gaps, as a part of queries, keys and values in one, moves with its storage if that has up to so many
+times its bytes."""
+
+
+def _region(tensor: Tensor) -> _Region:
+    if torch._prims_common.is_non_overlapping_and_dense_or_false(tensor):
+        return _Region(int(tensor.storage_offset()), tensor.numel())
+    return _Region(0, tensor.untyped_storage().nbytes() // tensor.itemsize)
+
+
+class _Moved:
+    """Memory that is on the host.
+
+    Args:
+        source: the storage on the device.
+        host: its elements, shape (numel,).
+    """
+
+    def __init__(self, source: torch.UntypedStorage, host: Tensor) -> None:
+        self.device = source.device
+        self.source = StorageWeakRef(source)
+        self.host = host
+        self.value: Tensor | None = None
+        """On the device, shape (numel,), once it came back."""
+        self.ready: Any = None
+        """When the copy that is under way is done."""
+
+
 class Ticket:
     """One tensor that is in the stash; whoever holds the ticket gets it back.
 
     Args:
-        value: on the device.
-        host: its elements on the host, shape (numel,).
+        tensor: on the device.
+        moved: may be that of other tickets too: memory that several operations or units save moves once.
+        offset: of the tensor there.
         visit: of the unit that saved it.
     """
 
-    def __init__(self, value: Tensor, host: Tensor, visit: Visit) -> None:
-        self.size, self.stride = value.size(), value.stride()
-        self.requires_grad = value.requires_grad
-        self.device = value.device
-        self.host = host
+    def __init__(self, tensor: Tensor, moved: _Moved, offset: int, visit: Visit) -> None:
+        self._geometry = tensor.size(), tensor.stride(), offset
+        self.requires_grad = tensor.requires_grad
+        self.moved = moved
         self.visit = visit
-        self.value: Tensor | None = None
-        """On the device, once it came back."""
-        self.ready: Any = None
-        """When the copy that is under way is done."""
 
+    @unobserved
     def get(self) -> Tensor:
         """The tensor, on its device."""
-        return self.visit.stash.get(self)
+        return self.visit.stash.get(self).as_strided(*self._geometry)
 
 
 class Visit:
@@ -69,8 +102,6 @@ class Visit:
         self.stash = stash
         self._previous = None if previous is None else weakref.ref(previous)
         self.tickets: weakref.WeakSet[Ticket] = weakref.WeakSet()
-        self.known: dict[tuple[Any, ...], tuple[StorageWeakRef, weakref.ref[Ticket]]] = {}
-        """What was saved, by its place in memory: one tensor that several operations save moves once."""
 
     @property
     def previous(self) -> Visit | None:
@@ -103,6 +134,8 @@ class HostStash:
         self._pool = BufferPool(
             torch.device("cpu"), allocate=lambda numel, dtype: torch.empty(numel, dtype=dtype, pin_memory=pinned)
         )
+        self._moved: weakref.WeakValueDictionary[tuple[Any, ...], _Moved] = weakref.WeakValueDictionary()
+        """What is here, by the place in memory where it was."""
         self._last: weakref.ref[Visit] | None = None
         self._near: list[Visit] = []
         self._streams: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
@@ -122,68 +155,71 @@ class HostStash:
         return visit
 
     def accepts(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` moves: a plain one that is large and has each of its elements once."""
+        """Whether ``tensor`` moves: a plain one that is large."""
         return (
             type(tensor) in (Tensor, FakeTensor)
             and tensor.layout is torch.strided
-            and tensor.nbytes >= self.min_bytes
             and not (tensor.is_conj() or tensor.is_neg() or tensor.is_inference())
-            and torch._prims_common.is_non_overlapping_and_dense_or_false(tensor)
+            and self.min_bytes <= _region(tensor).numel * tensor.itemsize <= WASTE * tensor.nbytes
         )
 
     @unobserved
     def put(self, tensor: Tensor, visit: Visit) -> Ticket:
         """Take ``tensor``, which `accepts` allows, as it is now. Its memory is free when nobody else holds it."""
-        geometry = (tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype)
-        place = (storage_id(tensor), *geometry, tensor._version)
-        if place in visit.known:
-            storage, known = visit.known[place]
-            ticket = known()
-            # Another tensor may lie where a dead one lay.
-            if ticket is not None and not storage.expired():
-                return ticket
-        flat = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-        ticket = Ticket(tensor, self._pool.take(tensor.numel(), tensor.dtype), visit)
+        region = _region(tensor)
+        place = (storage_id(tensor), region, tensor.dtype, tensor._version)
+        moved = self._moved.get(place)
+        # Another tensor may lie where a dead one lay.
+        if moved is None or moved.source.expired():
+            moved = self._moved[place] = self._to_host(tensor, region)
+        ticket = Ticket(tensor, moved, int(tensor.storage_offset()) - region.offset, visit)
+        visit.tickets.add(ticket)
+        return ticket
+
+    def _to_host(self, tensor: Tensor, region: _Region) -> _Moved:
+        flat = tensor.detach().as_strided((region.numel,), (1,), region.offset)
+        moved = _Moved(tensor.untyped_storage(), self._pool.take(region.numel, tensor.dtype))
         with self._copying(tensor.device, to_host=True) as stream:
-            ticket.host.copy_(flat, non_blocking=True)
+            moved.host.copy_(flat, non_blocking=True)
             if stream is not None:
                 # It is freed on the compute stream: not before this copy is done.
                 flat.record_stream(stream)
-        self.bytes_to_host += tensor.nbytes
-        visit.tickets.add(ticket)
-        visit.known[place] = (StorageWeakRef(tensor.untyped_storage()), weakref.ref(ticket))
-        return ticket
+        self.bytes_to_host += flat.nbytes
+        return moved
 
-    @unobserved
     def get(self, ticket: Ticket) -> Tensor:
-        """The tensor, on its device. What the same unit saved, and the unit before it, begins to come back too."""
-        visit = ticket.visit
-        near = [visit] if visit.previous is None else [visit, visit.previous]
-        for passed in self._near:
-            if passed not in near:
-                for other in passed.tickets:
-                    other.value = other.ready = None
-        self._near = near
-        self._fetch(ticket)
-        for wanted in near:
-            for other in list(wanted.tickets):
-                self._fetch(other)
-        assert ticket.value is not None
-        if ticket.ready is not None:
-            torch.cuda.current_stream(ticket.device).wait_event(ticket.ready)
-        return ticket.value
+        """Its memory, on the device. What the same unit saved, and the unit before it, begins to come back too."""
+        visit, moved, previous = ticket.visit, ticket.moved, ticket.visit.previous
+        near = [visit] if previous is None else [visit, previous]
+        if near != self._near:
+            self._approach(near)
+        self._fetch(moved)
+        assert moved.value is not None
+        if moved.ready is not None:
+            torch.cuda.current_stream(moved.device).wait_event(moved.ready)
+        return moved.value
 
-    def _fetch(self, ticket: Ticket) -> None:
-        if ticket.value is not None:
+    def _approach(self, near: list[Visit]) -> None:
+        """Have what ``near`` saved come back, and let go of what other visits alone saved."""
+        passed, self._near = self._near, near
+        wanted = dict.fromkeys(ticket.moved for visit in near for ticket in visit.tickets)
+        for visit in passed:
+            for ticket in visit.tickets:
+                if ticket.moved not in wanted:
+                    ticket.moved.value = ticket.moved.ready = None
+        for moved in wanted:
+            self._fetch(moved)
+
+    def _fetch(self, moved: _Moved) -> None:
+        if moved.value is not None:
             return
-        flat = torch.empty(ticket.host.numel(), dtype=ticket.host.dtype, device=ticket.device)
-        with self._copying(ticket.device, to_host=False) as stream:
-            flat.copy_(ticket.host, non_blocking=True)
+        moved.value = torch.empty_like(moved.host, device=moved.device)
+        with self._copying(moved.device, to_host=False) as stream:
+            moved.value.copy_(moved.host, non_blocking=True)
             if stream is not None:
-                flat.record_stream(stream)
-                ticket.ready = stream.record_event()
-        self.bytes_to_device += flat.nbytes
-        ticket.value = flat.as_strided(ticket.size, ticket.stride)
+                moved.value.record_stream(stream)
+                moved.ready = stream.record_event()
+        self.bytes_to_device += moved.value.nbytes
 
     @contextmanager
     def _copying(self, device: torch.device, to_host: bool) -> Iterator[Any]:
