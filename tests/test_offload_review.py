@@ -226,25 +226,18 @@ def test_a_module_is_collected_in_the_background() -> None:
 # Interrupts
 
 
-@dataclass(kw_only=True)
-class Held(HostMemory):
-    """Moves weights when it may."""
-
-    may_move: threading.Event = field(default_factory=threading.Event)
-
-    def to_device(self, out: Tensor, resting: Tensor) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            assert self.may_move.wait(20)
-        super().to_device(out, resting)
-
-
 def test_an_interrupt_while_the_main_thread_waits() -> None:
     """The user sees the interrupt, and nothing was lost: what the background did goes on."""
-    target = Held()
-    model = sharded(3, target)
+    model = sharded(3, "cpu")
     optimizer = sgd(model)
     model(batch(0)).square().mean().backward()
     optimizer.step()
+    began, may_end = threading.Event(), threading.Event()
+    lane = model.inward.weight.lane
+    lane.wait()
+    lane.add(lambda: (began.set(), may_end.wait(20)))
+    lane.begin()
+    assert began.wait(20)
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     signal.setitimer(signal.ITIMER_REAL, 0.2)
     try:
@@ -252,7 +245,7 @@ def test_an_interrupt_while_the_main_thread_waits() -> None:
             engine(model).finish_updates()
     finally:
         signal.signal(signal.SIGALRM, before)
-    target.may_move.set()
+    may_end.set()
     twin = sharded(3, None)
     optimizer = sgd(twin)
     twin(batch(0)).square().mean().backward()
