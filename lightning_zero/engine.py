@@ -10,7 +10,7 @@ import atexit
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import fields, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from lightning_zero.activation import ActivationPolicy, chosen_policies
 from lightning_zero.assembly import Assembly, adopt_buffers
 from lightning_zero.collectives import Collectives
+from lightning_zero.compiled import CompiledForwards
 from lightning_zero.flat_buffer import BufferPool
 from lightning_zero.holders import drop_references, flatten_again
 from lightning_zero.lane import Background
@@ -59,7 +60,7 @@ class Engine(GroupObserver):
 
     Raises:
         OffloadError: there is no room for what is offloaded.
-        ValueError: a policy has nothing to apply to.
+        ValueError: a policy or ``compile`` has nothing to apply to.
     """
 
     def __init__(
@@ -86,7 +87,9 @@ class Engine(GroupObserver):
         self.abandoned = False
         self._may_write = False
         plan = find_units(module, units)
-        policy_of = chosen_policies(module, [member for unit in plan for _, member in unit], policies)
+        members_of_units = [member for unit in plan for _, member in unit]
+        policy_of = chosen_policies(module, members_of_units, policies)
+        compiled = CompiledForwards(compile, module, members_of_units, policy_of)
         drop_references(module)
         with torch.inference_mode(False), torch.no_grad():
             adopt_buffers(module, recipe.buffers, collectives)
@@ -105,12 +108,11 @@ class Engine(GroupObserver):
         for group in self.groups:
             group.observer = self
         self._forwards = [WindowedForward(module, self._forward, policy=policy_of.pop(module, None))]
-        compiled = _Compiled(compile)
         for unit, members in zip(self.units, plan, strict=True):
             window = _window_of(self.windows, unit)
             for _, member in members:
                 policy = policy_of.pop(member, None)
-                self._forwards.append(WindowedForward(member, window, compiled.forward_of(member), policy))
+                self._forwards.append(WindowedForward(member, window, compiled.of(member), policy))
                 # What recomputes a part of a unit enters the unit's window again.
                 inner = [part for part in member.modules() if part in policy_of]
                 self._forwards += [WindowedForward(part, window, policy=policy_of.pop(part)) for part in inner]
@@ -254,6 +256,8 @@ class Engine(GroupObserver):
         self.reducer.recover()
         self.root.swap_out()
         self.adopt(optimizer)
+        if self._offloading is not None:
+            self._offloading.before_step(optimizer)
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """See `Offloading.adopt`; without offload there is nothing to prepare."""
@@ -263,6 +267,8 @@ class Engine(GroupObserver):
     def after_optimizer_step(self) -> None:
         """Begin to gather what the step made stale: the next forward needs it soon."""
         self._may_write = False
+        if self._offloading is not None:
+            self._offloading.after_step()
         if self.lockstep.asked:
             self.meet("optimizer step")
         if self.background is None:
@@ -346,27 +352,6 @@ class Engine(GroupObserver):
         self._dissolve(waits=True)
 
 
-class _Compiled:
-    """`torch.compile` of forwards, once for each class: blocks that are equal share a graph.
-
-    Args:
-        options: of `torch.compile`; ``None`` compiles nothing.
-    """
-
-    def __init__(self, options: dict[str, Any] | None) -> None:
-        self._options = options
-        self._forwards: dict[type, Callable[..., Any]] = {}
-
-    def forward_of(self, module: nn.Module) -> Callable[..., Any] | None:
-        """The compiled ``forward`` of the class of ``module``."""
-        if self._options is None:
-            return None
-        kind = type(module)
-        if kind not in self._forwards:
-            self._forwards[kind] = torch.compile(kind.forward, **self._options)
-        return self._forwards[kind]
-
-
 def _alone(placements: Placements, offload: OffloadTarget | None) -> Placements:
     """Where state rests without other ranks."""
     if offload is None:
@@ -426,8 +411,9 @@ register_optimizer_step_post_hook(_after_any_step)
 @atexit.register
 def _finish_transfers() -> None:
     """Wait for what is under way: a rank that leaves first would take from the others what they still receive."""
-    for engine in list(_engines.values()):
-        engine.finish_transfers()
+    with ExitStack() as all_of_them:  # one that fails keeps none of the others from it
+        for engine in list(_engines.values()):
+            all_of_them.callback(engine.finish_transfers)
 
 
 def _finish_updates() -> None:

@@ -45,8 +45,8 @@ class OffloadTarget(ABC):
             here.
         parameters: the shard that is gathered from rests here too, and moves to the device for each gather; frozen
             parameters rest here. For stage 3.
-        ratio: the part of the state that is offloaded, unit by unit from the last one on; the rest stays on the device.
-            "auto" offloads what is beyond ``device_budget``.
+        ratio: the part of the state that is offloaded, by whole units; those that fit beside it stay on the device, the
+            first ones first. "auto" offloads what is beyond ``device_budget``.
         device_budget: bytes a rank of device memory that offloadable state may take with ``ratio="auto"``; default:
             half of what is free when the module is sharded.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,8 +19,6 @@ from lightning_zero.precision import Dtypes
 from lightning_zero.sharded_parameter import ShardedParameter
 
 __all__ = ["Candidate", "Offloading"]
-
-_log = logging.getLogger(__name__)
 
 _MOMENTS = {
     "Adam": 2,
@@ -96,6 +93,7 @@ class Offloading:
         self._collectives = collectives
         self._local_ranks = local_ranks
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._fused: list[dict[str, Any]] = []
         self.background = self._begin()
         known, self._likely = dict.fromkeys(units, 0.0), dict.fromkeys(units, 0.0)
         for candidate in candidates:
@@ -117,18 +115,13 @@ class Offloading:
             background = Background(self._target, self._collectives.device)
         except Exception as caught:
             error = caught
-        fails_anywhere = self._on_any_rank(error is not None)
+        fails_anywhere = self._collectives.on_any_rank(error is not None)
         if error is not None:
             raise error
         if fails_anywhere:
             background.close(waits=True)
             raise OffloadError(f"{type(self._target).__name__} cannot be used on another rank, which says why.")
         return background
-
-    def _on_any_rank(self, holds: bool) -> bool:
-        flag = torch.tensor([holds], dtype=torch.uint8)
-        self._collectives.max_flags(flag).wait()
-        return bool(flag.item())
 
     def takes(self, unit: int | None, trained: bool) -> bool:
         """Whether ``unit``'s trained parameters, or its frozen ones, are offloaded."""
@@ -140,16 +133,32 @@ class Offloading:
         Raises:
             OffloadError: there is no room for its state.
         """
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        offloaded = [p for p in parameters if isinstance(p, ShardedParameter) and p.lane is not None]
-        if offloaded:
-            # Each time: after a checkpoint was loaded its groups are those of the file.
-            _ask_for_fused(optimizer)
         if optimizer in self._known:
             return
         self._known.add(optimizer)
+        offloaded = _offloaded_of(optimizer)
         new = sum(p.slicing.own.numel * p.element_size() for p in offloaded if p not in optimizer.state)
         self._require_room(_moments_of(optimizer) * new, self._moments, f"the state of {type(optimizer).__name__}")
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Have torch's fused kernel step what rests on the host, if the user asked for no implementation.
+
+        The default there is a loop over parameters that passes their memory several times.
+        """
+        if type(optimizer) not in (Adam, AdamW, SGD, Adagrad) or not _offloaded_of(optimizer):
+            return
+        for group in optimizer.param_groups:
+            free = group.get("fused") is None and group.get("foreach") is None and not group.get("differentiable")
+            if free and not group.get("capturable") and all(p.is_floating_point() for p in group["params"]):
+                group["fused"] = True
+                self._fused.append(group)
+                for p in group["params"]:
+                    _count_for_fused(optimizer.state.get(p, {}), p.device)
+
+    def after_step(self) -> None:
+        """Leave the groups as the user made them: `state_dict()` would take the choice of this run to another one."""
+        while self._fused:
+            self._fused.pop()["fused"] = None
 
     def _require_room(self, nbytes: float, shares: Mapping[int | None, float], what: str) -> None:
         """See that ``nbytes`` a rank can be allocated on every host: a collective, one answer.
@@ -161,7 +170,7 @@ class Offloading:
         free = self._target.free_bytes()
         need = int(nbytes) * self._local_ranks
         lacks = free is not None and need > free
-        if not self._on_any_rank(lacks):
+        if not self._collectives.on_any_rank(lacks):
             return
         place = type(self._target).__name__
         if not lacks or free is None:
@@ -213,7 +222,7 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def _moments_of(optimizer: Optimizer) -> float:
-    """Optimizer state in multiples of the weights; 0 where the class is unknown."""
+    """Optimizer state in multiples of the weights; 0 where the class is unknown, which then fails when it allocates."""
     name = type(optimizer).__name__
     groups = optimizer.param_groups
     if name == "SGD":
@@ -223,27 +232,9 @@ def _moments_of(optimizer: Optimizer) -> float:
     return _MOMENTS.get(name, 0) + float(any(group.get("amsgrad") for group in groups))
 
 
-def _ask_for_fused(optimizer: Optimizer) -> None:
-    """Have torch's fused kernel step what rests on the host, if the user asked for no implementation.
-
-    The default there is a loop over parameters that passes their memory several times.
-    """
-    if type(optimizer) not in (Adam, AdamW, SGD, Adagrad):
-        return
-    asked = False
-    for group in optimizer.param_groups:
-        free = group.get("fused") is None and group.get("foreach") is None and not group.get("differentiable")
-        if free and not group.get("capturable") and all(p.is_floating_point() for p in group["params"]):
-            asked = group["fused"] = True
-            for p in group["params"]:
-                _count_for_fused(optimizer.state.get(p, {}), p.device)
-    if asked:
-        optimizer.defaults["fused"] = True
-        _log.info(
-            "Offloaded state is stepped by torch's fused %s. For another implementation pass `foreach=True` or"
-            " `fused=False`.",
-            type(optimizer).__name__,
-        )
+def _offloaded_of(optimizer: Optimizer) -> list[ShardedParameter]:
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    return [p for p in parameters if isinstance(p, ShardedParameter) and p.lane is not None]
 
 
 def _count_for_fused(state: dict[str, Any], device: torch.device) -> None:

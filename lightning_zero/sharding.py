@@ -18,6 +18,7 @@ from torch import nn
 
 from lightning_zero.activation import activation_policies
 from lightning_zero.collectives import Collectives
+from lightning_zero.compiled import compile_options
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.offload import OffloadTarget, offload_target
 from lightning_zero.placements import Placements, StateBytes, Where, stage_placements
@@ -40,7 +41,7 @@ def shard(
     offload: OffloadTarget | str | None = None,
     local_ranks: int | None = None,
     activation_checkpointing: Any = None,
-    compile: bool | dict[str, Any] = False,
+    compile: bool | dict[str, Any] | None = False,
 ) -> ModuleT:
     """Shard ``module`` in place over the ranks of a process group, and return it.
 
@@ -74,12 +75,12 @@ def shard(
             lie on several devices.
         OffloadError: there is no room for what is offloaded.
         AlreadyShardedError: a part of ``module`` is sharded.
-        TypeError: a parameter is of a class of its own, as some quantized ones are.
+        TypeError: a parameter is of a class of its own, as some quantized ones are; or ``compile`` says nothing.
     """
     placements = stage_placements(stage)
     target = checked_offload(offload, placements)
     policies = activation_policies(activation_checkpointing)
-    options = compile if isinstance(compile, dict) else ({} if compile else None)
+    options = compile_options(compile)
     where = torch.device(device) if device is not None else _common_device(module)
     if where.type == "mps":
         raise ValueError("device='mps' has no collectives that sharding could use. Use `accelerator='cpu'`.")

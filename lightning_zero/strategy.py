@@ -20,6 +20,13 @@ from torchmetrics import Metric
 from lightning_zero._lightning import Flavour, installed_flavours, own_collectives
 from lightning_zero.activation import activation_policies
 from lightning_zero.callbacks import copies_of_module, refuse_unfit
+from lightning_zero.checkpoint.directory import (
+    is_directory,
+    load_directory,
+    named_optimizer_state,
+    save_directory,
+)
+from lightning_zero.checkpoint.file import load_file, local_path, save_file
 from lightning_zero.checkpoint.one_file import (
     full_optimizer_state,
     full_state_dict,
@@ -27,6 +34,8 @@ from lightning_zero.checkpoint.one_file import (
     load_state_dict,
     shard_optimizer_state,
 )
+from lightning_zero.collectives import Collectives
+from lightning_zero.compiled import compile_options
 from lightning_zero.copies import shard_copy, share_buffers, unshard_copy
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.host import host_fits
@@ -62,13 +71,15 @@ class _ZeROMixin(_DDPStrategy):
         units: which submodules are gathered and freed together: classes, class names, or a predicate; default: Hugging
             Face's ``_no_split_modules``, else elements of ``ModuleList`` and ``Sequential``.
         recipe: dtypes of training state; default: the row of the Trainer's ``precision`` in `RECIPES`.
+        state_dict_type: a checkpoint is "full", one file as DDP writes it, or "sharded", a directory into which every
+            rank writes its part; both are read by themselves, whatever this says.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend,
             timeout, start_method: as for ``DDPStrategy``.
         ddp_arguments: ``find_unused_parameters``, ``static_graph`` and ``gradient_as_bucket_view`` are accepted and
             change nothing: unused parameters and changing graphs just work.
 
     Raises:
-        ValueError: ``stage`` or ``offload`` is unknown, or they do not go together.
+        ValueError: ``stage``, ``offload`` or ``state_dict_type`` is unknown, or they do not go together.
         TypeError: another argument is unknown.
     """
 
@@ -82,6 +93,7 @@ class _ZeROMixin(_DDPStrategy):
         compile: bool | dict[str, Any] = False,
         units: UnitSpec | None = None,
         recipe: PrecisionRecipe | None = None,
+        state_dict_type: Literal["full", "sharded"] = "full",
         accelerator: Any | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: Any | None = None,
@@ -94,12 +106,18 @@ class _ZeROMixin(_DDPStrategy):
     ) -> None:
         self._offload = checked_offload(offload, stage_placements(stage))
         self._policies = activation_policies(activation_checkpointing)
-        self._compile = compile
+        self._compile = compile_options(compile)
+        if state_dict_type not in ("full", "sharded"):
+            raise ValueError(
+                f"state_dict_type={state_dict_type!r} is unknown: expected 'full', one file, or 'sharded', a directory."
+            )
+        self._is_sharded = state_dict_type == "sharded"
         unknown = sorted(set(ddp_arguments) - set(_DDP_ARGUMENTS))
         if unknown:
             raise TypeError(
-                f"ZeROStrategy does not know {unknown[0]!r}. It takes stage, offload, units, recipe and the process"
-                " arguments of DDPStrategy: `ZeROStrategy(stage=3)`."
+                f"ZeROStrategy does not know {unknown[0]!r}. It takes stage, offload, activation_checkpointing,"
+                " compile, units, recipe, state_dict_type and the process arguments of DDPStrategy:"
+                " `ZeROStrategy(stage=3)`."
             )
         super().__init__(
             accelerator=accelerator,
@@ -334,12 +352,16 @@ class _ZeROMixin(_DDPStrategy):
                 "an exception ended this run on this rank, so no checkpoint can be gathered from the others."
                 " Resume from the last one: `trainer.fit(model, ckpt_path='last')`."
             )
-        return full_state_dict(self.lightning_module.state_dict(), keep=self.is_global_zero)
+        state_dict: dict[str, Any] = self.lightning_module.state_dict()
+        return state_dict if self._is_sharded else full_state_dict(state_dict, keep=self.is_global_zero)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         optimizer = getattr(optimizer, "_optimizer", optimizer)
         if hasattr(optimizer, "consolidate_state_dict"):
             return super().optimizer_state(optimizer)
+        if self._is_sharded:
+            assert self.lightning_module is not None
+            return named_optimizer_state(optimizer, self.lightning_module)
         return full_optimizer_state(optimizer, keep=self.is_global_zero)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -351,9 +373,35 @@ class _ZeROMixin(_DDPStrategy):
             optimizer.load_state_dict(shard_optimizer_state(optimizer, state))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        if self.engine is not None:
-            checkpoint = full_values(checkpoint, self.engine.collectives, keep=self.is_global_zero)
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+        path = local_path(self.broadcast(filepath))
+        # After fit the module is whole, and the optimizer's state is sharded yet.
+        collectives = self.engine.collectives if self.engine is not None else Collectives.of(None, self.root_device)
+        if self._is_sharded:
+            if path is None or storage_options is not None:
+                raise ValueError(
+                    f"state_dict_type='sharded' writes a directory on a local disk, which {filepath!r} is not. Write"
+                    " `ZeROStrategy(state_dict_type='full')`, or a path that all ranks share."
+                )
+            save_directory(checkpoint, path, collectives)
+            return
+        checkpoint = full_values(checkpoint, collectives, keep=self.is_global_zero)
+        if path is None or storage_options is not None or not self._writes_files:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+        else:
+            save_file(checkpoint, path, collectives)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        path = local_path(checkpoint_path)
+        if path is not None and is_directory(path):
+            return load_directory(path, weights_only)
+        if path is None or not self._writes_files:
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        return load_file(path, weights_only)
+
+    @property
+    def _writes_files(self) -> bool:
+        """Whether nobody plugged in another way to write and read checkpoints."""
+        return type(self.checkpoint_io) is self._flavour.checkpoint_io
 
     # Names
 

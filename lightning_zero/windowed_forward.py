@@ -27,7 +27,7 @@ class WindowedForward:
     Args:
         module: whose forward is wrapped.
         window: makes the context of each call.
-        compiled: what `torch.compile` made of the class's ``forward``, if it is compiled.
+        compiled: what `torch.compile` made of the forward on the instance, or else of the class's.
         policy: decides what the forward keeps for its backward; default: everything.
     """
 
@@ -54,7 +54,7 @@ class WindowedForward:
         assert module is not None
         patched: Callable[..., Any] | None = module.__dict__.get(_PATCHED)
         if patched is not None:
-            return patched
+            return self._compiled or patched
         return types.MethodType(self._compiled or self.__wrapped__, module)
 
     @property

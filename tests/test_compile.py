@@ -9,7 +9,7 @@ A graph that kept what was true of weights when it was traced would be wrong fro
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from typing import Any
 
@@ -417,3 +417,118 @@ def test_a_graph_of_all_blocks_cannot_be_had() -> None:
 
     for message in run_ranks(WORLD_SIZE, on_rank):
         assert "`fullgraph=True`" in message and "lightning_zero" in message
+
+
+# `compile=`: the forwards of units, one graph for equal ones
+
+
+class Dropping(Product):
+    """With dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(super().forward(x))
+
+
+class Dropped(nn.Module):
+    """Blocks that drop, in units, and a loss on data of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+        self.net.layers = nn.ModuleList(Dropping() for _ in range(DEPTH))
+
+    def forward(self, seed: int) -> Tensor:
+        return self.net(torch.randn(4, 3, generator=torch.Generator().manual_seed(seed))).tanh().square().mean()
+
+
+STORE = lightning_zero.OffloadActivations
+POLICIES: dict[str, tuple[Any, int]] = {
+    # And how often a block runs in a step.
+    "none": (None, 1),
+    "full": ("full", 2),
+    "offload": (STORE(min_bytes=1), 1),
+    "full and offload": (("full", STORE(min_bytes=1)), 2),
+    "a part of units": ({nn.Dropout}, 1),
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_units_are_compiled_inside_checkpointing(stage: int) -> None:
+    """To the last bit of compiled training, dropout included; what is computed again runs as the same graph."""
+
+    def trained(rank: int, policy: Any, graphs: Graphs | None) -> Outcome:
+        compile = {"backend": graphs, "fullgraph": policy != {nn.Dropout}} if graphs else False
+        model = build(Dropped, 0, torch.float32)
+        shard(model, stage, [Dropping], activation_checkpointing=policy, compile=compile)
+        torch.manual_seed(rank)
+        optimizer = sgd(model)
+        if graphs:
+            recompile_no_more(optimizer)
+        return train(model, [rank], optimizer, STEPS)
+
+    def on_rank(rank: int) -> dict[str, tuple[int, int]]:
+        plain, first = trained(rank, None, None), None
+        counts = {}
+        for name, (policy, _) in POLICIES.items():
+            graphs = Graphs(aot_eager)
+            found = trained(rank, policy, graphs)
+            first = first or found
+            # A compiler sums in its own order, which the same graph keeps.
+            for expected, tolerance in ((plain, 1e-6), (first, 0 if graphs.count == 1 else 1e-6)):
+                assert found.losses == pytest.approx(expected.losses, abs=tolerance, rel=0)
+                assert_close(found.gradients, expected.gradients, tolerance)
+                assert_close(found.after, expected.after, tolerance)
+            counts[name] = graphs.count, graphs.runs
+            torch._dynamo.reset()
+        return counts
+
+    for counts in run_ranks(WORLD_SIZE, on_rank):
+        for name, (_, runs) in POLICIES.items():
+            # A graph ends before dropout that is to be computed again, and one begins after it.
+            graphs = 2 if name == "a part of units" else 1
+            assert counts[name] == (graphs, graphs * runs * BLOCKS), name
+
+
+def test_a_forward_on_the_instance_is_compiled() -> None:
+    """Libraries put theirs there; the module has it back afterwards."""
+    model: Any = Dropped()
+    for layer in model.net.layers:
+        layer.forward = partial(Product.forward, layer)
+    mine = model.net.layers[0].forward
+    graphs = Graphs()
+    lightning_zero.shard(model, units=[Dropping], compile={"backend": graphs})
+    model(0).backward()
+    assert graphs.runs == DEPTH
+    lightning_zero.unshard(model)
+    assert model.net.layers[0].forward is mine
+
+
+@pytest.mark.parametrize("given", [1, "inductor", ["fullgraph"]])
+def test_what_says_nothing_to_a_compiler_is_refused(given: Any) -> None:
+    """By the function, and by the strategy when it is made."""
+    with pytest.raises(TypeError, match=r"says nothing. Write `compile=True`, or arguments"):
+        lightning_zero.shard(Dropped(), compile=given)
+    with pytest.raises(TypeError, match=r"says nothing. Write `compile=True`, or arguments"):
+        lightning_zero.ZeROStrategy(compile=given)
+
+
+def test_nothing_to_compile_is_an_error() -> None:
+    """And what would be compiled stays as it was."""
+    linear = nn.Linear(3, 3)
+    with pytest.raises(ValueError, match=r"`Linear` has no units, so `compile` has nothing to compile"):
+        lightning_zero.shard(linear, compile=True)
+    assert engine_of(linear) is None and "forward" not in linear.__dict__
+
+
+@pytest.mark.parametrize("classes", [None, {Dropped}], ids=["units", "what contains them"])
+def test_selective_would_see_nothing_of_compiled_units(classes: Any) -> None:
+    """Their parts are not computed again by a graph that is: they may be selective."""
+    policy = lightning_zero.Selective(classes=classes)
+    with pytest.raises(ValueError, match=r"a compiled `Drop\w+` shows none: the compiler itself decides"):
+        lightning_zero.shard(Dropped(), units=[Dropping], activation_checkpointing=policy, compile=True)
+    parts = lightning_zero.Selective(classes={nn.Linear})
+    lightning_zero.shard(Dropped(), units=[Dropping], activation_checkpointing=parts, compile=True)

@@ -333,8 +333,24 @@ def test_step_counters_go_where_the_parameters_of_fused_steps_are() -> None:
     elsewhere = nn.Parameter(torch.empty(3, device="meta"))
     optimizer = torch.optim.AdamW([*model.parameters(), elsewhere])
     optimizer.state[elsewhere]["step"] = torch.tensor(3.0)
-    engine(model).adopt(optimizer)
+    engine(model).before_optimizer_step(optimizer)
     assert optimizer.state[elsewhere]["step"].device == elsewhere.device
+
+
+def test_the_choice_of_a_fused_kernel_is_the_runs_and_not_the_users() -> None:
+    """It holds while the optimizer steps; what others see, and a checkpoint keeps, is what the user asked for."""
+    model = sharded(3, "cpu")
+    groups = [{"params": [p]} for p in model.parameters()]
+    groups[0]["foreach"] = True
+    optimizer = torch.optim.AdamW(groups)
+    seen = []
+    optimizer.register_step_pre_hook(lambda *_: seen.extend(group["fused"] for group in optimizer.param_groups))
+    model(batch(0)).square().mean().backward()
+    optimizer.step()
+    assert seen == [None] + [True] * (len(groups) - 1)
+    assert all(group["fused"] is None for group in optimizer.state_dict()["param_groups"])
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    assert optimizer.param_groups[-1]["fused"] is None
 
 
 # Targets

@@ -10,6 +10,7 @@ from distributed import run_ranks
 from torch import nn
 
 import lightning_zero
+from lightning_zero import OffloadActivations, Recompute
 from lightning_zero.engine import engine_of
 from lightning_zero.precision import RECIPES, PrecisionRecipe
 
@@ -60,9 +61,11 @@ def step(model, optimizer, rank, number, micro_batches, clip=False, mixed=False)
     optimizer.step()
 
 
-def _measure(rank, stage, micro_batches, precision, freeze):
+def _measure(rank, stage, micro_batches, precision, freeze, policy=None):
     torch.manual_seed(rank)
-    model = lightning_zero.shard(Net(freeze), stage=stage, units=["Block"], precision=precision)
+    model = lightning_zero.shard(
+        Net(freeze), stage=stage, units=["Block"], precision=precision, activation_checkpointing=policy
+    )
     engine = engine_of(model)
     assert len(engine.units) == BLOCKS
     optimizer = torch.optim.AdamW(model.parameters())
@@ -161,6 +164,27 @@ def test_what_autocast_casts_crosses_the_wire_in_two_bytes(stage, name):
         assert (calls, payload, nbytes) == expected(stage, 1, sizes, reduce_itemsize=reduced)
         itemsizes = {itemsize for *_, itemsize in sizes}
         assert itemsizes == ({4} if stage == 0 or name == "compute=float32" else {2, 4})
+
+
+POLICIES = {
+    "full": "full",
+    "selective": "selective",
+    "offload": OffloadActivations(min_bytes=1),
+    "full and offload": ("full", OffloadActivations(min_bytes=1)),
+    "every second": Recompute(every=2),
+    "parts of units": {nn.Linear},
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize(("stage", "micro_batches"), [(1, 1), (2, 1), (3, 1), (3, 3)])
+def test_to_recompute_sends_nothing_more(stage, micro_batches, name):
+    """The second forward runs in the window that backward needs anyway: at stage 3 a unit is gathered once for both.
+
+    Frozen units too: a backward that computes nothing but the gradient of their input.
+    """
+    for calls, payload, nbytes, sizes in run_ranks(2, _measure, stage, micro_batches, None, True, POLICIES[name]):
+        assert (calls, payload, nbytes) == expected(stage, micro_batches, sizes)
 
 
 def _merged(rank):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lightning_zero.checkpoint.stored import StoredTensor
 from lightning_zero.collectives import Collectives
 from lightning_zero.param_group import ParamGroup
 from lightning_zero.sharded_parameter import ShardedTensor, ShardedView
@@ -152,7 +153,11 @@ def shard_optimizer_state(optimizer: Optimizer, state_dict: Mapping[str, Any]) -
 
 def _sharded_value(name: str, value: Any, parameter: Any) -> Any:
     if not (isinstance(value, Tensor) and isinstance(parameter, ShardedTensor)) or isinstance(value, ShardedTensor):
-        return value
+        return value.read() if isinstance(value, StoredTensor) else value
     if name in PER_PARAMETER_SCALARS or value.shape != parameter.shape:
-        return value
+        return value.read() if isinstance(value, StoredTensor) else value
+    if isinstance(value, StoredTensor):
+        sharded = parameter.kept(torch.empty(parameter.slicing.own.numel, dtype=value.dtype))
+        value.read_into(sharded)
+        return sharded
     return parameter.kept(parameter.slicing.cut(value))

@@ -1,0 +1,146 @@
+"""A checkpoint as a directory: every rank writes its part, whoever reads it finds whole tensors under plain names.
+
+    NAME.ckpt/.metadata     which piece of which tensor is where            torch.distributed.checkpoint
+    NAME.ckpt/__R_0.distcp  what rank R wrote: "model", "optimizer_0", ...
+    NAME.ckpt/meta.pt       everything else, as in one file                 rank 0
+
+So `lightning.pytorch.strategies.FSDPStrategy` lays it out, and Lightning's own tool makes one file of it:
+``python -m lightning.pytorch.utilities.consolidate_checkpoint NAME.ckpt``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
+
+from lightning_zero.checkpoint.replacing import discard, flush, part_of, take_place
+from lightning_zero.checkpoint.stored import CheckpointError, StoredDirectory
+from lightning_zero.collectives import Collectives
+from lightning_zero.sharded_parameter import ShardedTensor, ShardedView
+
+__all__ = ["is_directory", "load_directory", "named_optimizer_state", "save_directory"]
+
+_META = "meta.pt"
+_ELSEWHERE = "lightning_zero.tensor"
+"""In ``meta.pt`` a dictionary with this key alone stands for a sharded tensor, which the ranks wrote."""
+
+
+def is_directory(path: Any) -> bool:
+    """Whether ``path`` is a checkpoint that is a directory."""
+    return (Path(path) / ".metadata").is_file()
+
+
+def named_optimizer_state(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
+    """``optimizer.state_dict()`` by the names of parameters, in place of their numbers; tensors stay as they are.
+
+    A plain optimizer loads it too: it goes by the order of parameters in groups. Numbers would come back from the files
+    as text, which fits none.
+    """
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    packed = optimizer.state_dict()
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    keys = [key for group in packed["param_groups"] for key in group["params"]]
+    name_of = {
+        key: names.get(id(parameter), f"parameter {key}") for key, parameter in zip(keys, parameters, strict=True)
+    }
+    return {
+        "state": {name_of.get(key, key): values for key, values in packed["state"].items()},
+        "param_groups": [
+            {**group, "params": [name_of[key] for key in group["params"]]} for group in packed["param_groups"]
+        ],
+    }
+
+
+def save_directory(checkpoint: Mapping[str, Any], path: Path, collectives: Collectives) -> None:
+    """Write ``checkpoint``, whose tensors may be sharded, as the directory ``path``: a collective.
+
+    Args:
+        checkpoint: as a Trainer dumps it, alike on all ranks, with optimizer states by name.
+        path: takes this name when it is complete on all ranks; what had it stays whole until then.
+
+    Raises:
+        CheckpointError: on every rank, if it cannot be written on one.
+    """
+    rest = dict(checkpoint)
+    tensors: dict[str, Any] = {"model": rest.pop("state_dict")}
+    tensors |= {f"optimizer_{i}": state for i, state in enumerate(rest.pop("optimizer_states", []))}
+    elsewhere: dict[str, Tensor] = {}
+
+    def moved(value: Tensor) -> dict[str, str]:
+        key = f"elsewhere.{len(elsewhere)}"
+        elsewhere[key] = value
+        return {_ELSEWHERE: key}
+
+    meta = tree_map(lambda value: moved(value) if isinstance(value, ShardedTensor | ShardedView) else value, rest)
+    tensors |= elsewhere
+    part = part_of(path)
+    is_first = collectives.rank == 0
+
+    def prepare() -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        discard(part)
+
+    def complete() -> None:
+        with open(part / _META, "wb") as file:
+            torch.save(meta, file)
+        flush(part / _META)
+        flush(part)
+        take_place(part, path)
+
+    try:
+        collectives.on_first_rank(prepare)
+        save(tensors, storage_writer=FileSystemWriter(part), process_group=collectives.group)
+        collectives.on_first_rank(complete)
+    except (CheckpointException, Exception) as error:
+        if is_first:
+            discard(part)
+        raise CheckpointError(
+            f"the checkpoint `{path}` was not written: {error}. One that was there before is as it was."
+        ) from error
+
+
+def load_directory(path: Path, weights_only: bool | None) -> dict[str, Any]:
+    """The checkpoint that `save_directory` wrote, or Lightning's FSDP and model-parallel strategies.
+
+    Tensors of the model and of optimizers are `StoredTensor`: they are read where they are loaded.
+
+    Raises:
+        CheckpointError: it is incomplete, damaged, or holds no model.
+    """
+    stored = StoredDirectory(path, weights_only is not False)
+    if not (path / _META).is_file():
+        raise CheckpointError(
+            f"`{path}` has tensors, but no {_META!r}: a Trainer did not write it, or did not finish. Take another"
+            " checkpoint, or load tensors alone with `torch.distributed.checkpoint.load`."
+        )
+    try:
+        meta = torch.load(path / _META, map_location="cpu", weights_only=weights_only is not False)
+    except Exception as error:
+        raise CheckpointError(f"`{path / _META}` cannot be read: {error}") from error
+    tree = stored.tree()
+    state_dict = tree.get("model", tree.get("state_dict"))
+    if state_dict is None:
+        raise CheckpointError(f"`{path}` holds no model, but {sorted(tree)}.")
+    optimizers = sorted((key for key in tree if re.fullmatch(r"optimizer_\d+", key)), key=lambda key: int(key[10:]))
+    checkpoint: dict[str, Any] = tree_map(
+        lambda value: tree[value[_ELSEWHERE]] if _is_elsewhere(value) else value, meta, is_leaf=_is_elsewhere
+    )
+    checkpoint["state_dict"] = state_dict
+    if optimizers:
+        # An optimizer that has not stepped has no state, and left no trace of that.
+        checkpoint["optimizer_states"] = [{"state": {}, **tree[key]} for key in optimizers]
+    return checkpoint
+
+
+def _is_elsewhere(value: Any) -> bool:
+    return isinstance(value, dict) and list(value) == [_ELSEWHERE]

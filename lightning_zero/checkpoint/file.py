@@ -1,0 +1,68 @@
+"""A checkpoint as one ordinary file, on a local disk: written and read in the memory of one tensor more.
+
+write    straight into the file, which takes its name when it is complete
+read     mapped: a rank takes from the pages what it keeps, and ranks of one host share them
+"""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_zero.checkpoint.replacing import discard, flush, part_of, take_place
+from lightning_zero.checkpoint.stored import CheckpointError
+from lightning_zero.collectives import Collectives
+
+__all__ = ["load_file", "local_path", "save_file"]
+
+
+def local_path(path: Any) -> Path | None:
+    """``path``, if it is on a local disk; a remote one has a protocol, as "s3://"."""
+    return None if "://" in str(path) else Path(path)
+
+
+def save_file(checkpoint: Mapping[str, Any], path: Path, collectives: Collectives) -> None:
+    """Have rank 0 write ``checkpoint`` as the file ``path``: a collective.
+
+    Raises:
+        CheckpointError: on every rank, if it cannot; a checkpoint that was there is as it was.
+    """
+    part = part_of(path)
+
+    def write() -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        discard(part)
+        torch.save(dict(checkpoint), part)
+        flush(part)
+        take_place(part, path)
+
+    try:
+        collectives.on_first_rank(write)
+    except Exception as error:
+        if collectives.rank == 0:
+            discard(part)
+        raise CheckpointError(
+            f"the checkpoint `{path}` was not written: {error}. One that was there before is as it was."
+        ) from error
+
+
+def load_file(path: Path, weights_only: bool | None) -> dict[str, Any]:
+    """The checkpoint in the file ``path``; tensors lie in its pages until someone writes into them.
+
+    Raises:
+        FileNotFoundError: there is none.
+        CheckpointError: it is damaged.
+    """
+    if not path.exists():
+        raise FileNotFoundError(f"Checkpoint file not found: {path}")
+    try:
+        # Files of torch before 1.6, and what pickle alone wrote, cannot be mapped.
+        mapped = zipfile.is_zipfile(path)
+        loaded: dict[str, Any] = torch.load(path, map_location="cpu", mmap=mapped, weights_only=weights_only)
+    except (RuntimeError, EOFError, OSError, zipfile.BadZipFile) as error:
+        raise CheckpointError(f"`{path}` cannot be read, or is damaged: {error}") from error
+    return loaded
