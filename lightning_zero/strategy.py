@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -20,6 +21,7 @@ from torchmetrics import Metric
 from lightning_zero._lightning import Flavour, installed_flavours, own_collectives
 from lightning_zero.activation import activation_policies
 from lightning_zero.callbacks import copies_of_module, refuse_unfit
+from lightning_zero.checkpoint.background import BackgroundSaver
 from lightning_zero.checkpoint.directory import (
     is_directory,
     load_directory,
@@ -73,6 +75,8 @@ class _ZeROMixin(_DDPStrategy):
         recipe: dtypes of training state; default: the row of the Trainer's ``precision`` in `RECIPES`.
         state_dict_type: a checkpoint is "full", one file as DDP writes it, or "sharded", a directory into which every
             rank writes its part; both are read by themselves, whatever this says.
+        async_save: write checkpoints in the background, from a copy in host memory; the next one, and the end of the
+            run, wait for it.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend,
             timeout, start_method: as for ``DDPStrategy``.
         ddp_arguments: ``find_unused_parameters``, ``static_graph`` and ``gradient_as_bucket_view`` are accepted and
@@ -94,6 +98,7 @@ class _ZeROMixin(_DDPStrategy):
         units: UnitSpec | None = None,
         recipe: PrecisionRecipe | None = None,
         state_dict_type: Literal["full", "sharded"] = "full",
+        async_save: bool = False,
         accelerator: Any | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: Any | None = None,
@@ -112,11 +117,13 @@ class _ZeROMixin(_DDPStrategy):
                 f"state_dict_type={state_dict_type!r} is unknown: expected 'full', one file, or 'sharded', a directory."
             )
         self._is_sharded = state_dict_type == "sharded"
+        self._async_save = async_save
+        self._saver: BackgroundSaver | None = None
         unknown = sorted(set(ddp_arguments) - set(_DDP_ARGUMENTS))
         if unknown:
             raise TypeError(
                 f"ZeROStrategy does not know {unknown[0]!r}. It takes stage, offload, activation_checkpointing,"
-                " compile, units, recipe, state_dict_type and the process arguments of DDPStrategy:"
+                " compile, units, recipe, state_dict_type, async_save and the process arguments of DDPStrategy:"
                 " `ZeROStrategy(stage=3)`."
             )
         super().__init__(
@@ -219,6 +226,15 @@ class _ZeROMixin(_DDPStrategy):
                 module.to(self.root_device)
 
     def teardown(self) -> None:
+        try:
+            self._teardown()
+        finally:
+            # Where other ranks may never arrive the process waits as it ends, and not here.
+            if self._saver is not None and not self._interrupted:
+                self._saver.close()
+                self._saver = None
+
+    def _teardown(self) -> None:
         if self._lightning_module is not None and self._lightning_module._trainer is not None:
             for _, loop, method in own_collectives(self._lightning_module.trainer):
                 vars(loop).pop(method, None)
@@ -376,21 +392,37 @@ class _ZeROMixin(_DDPStrategy):
         path = local_path(self.broadcast(filepath))
         # After fit the module is whole, and the optimizer's state is sharded yet.
         collectives = self.engine.collectives if self.engine is not None else Collectives.of(None, self.root_device)
-        if self._is_sharded:
-            if path is None or storage_options is not None:
-                raise ValueError(
-                    f"state_dict_type='sharded' writes a directory on a local disk, which {filepath!r} is not. Write"
-                    " `ZeROStrategy(state_dict_type='full')`, or a path that all ranks share."
-                )
-            save_directory(checkpoint, path, collectives)
-            return
-        checkpoint = full_values(checkpoint, collectives, keep=self.is_global_zero)
-        if path is None or storage_options is not None or not self._writes_files:
+        if storage_options is not None or not (self._is_sharded or self._writes_files):
+            path = None
+        if self._is_sharded and path is None:
+            raise ValueError(
+                f"state_dict_type='sharded' writes a directory on a local disk, which {filepath!r} is not. Write"
+                " `ZeROStrategy(state_dict_type='full')`, or a path that all ranks share."
+            )
+        if not self._is_sharded:
+            checkpoint = full_values(checkpoint, collectives, keep=self.is_global_zero)
+        if path is None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
-        else:
-            save_file(checkpoint, path, collectives)
+            return
+        save = save_directory if self._is_sharded else save_file
+        if not self._async_save:
+            save(checkpoint, path, collectives)
+            return
+        if self._saver is None:
+            self._saver = BackgroundSaver(collectives)
+        saver = self._saver
+        saver.wait()
+        staged = saver.stage(checkpoint)
+        saver.begin(partial(save, staged, path, saver.collectives))
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        # Not before the one that takes its place is complete.
+        if self._saver is None or not self._saver.then(partial(super().remove_checkpoint, filepath)):
+            super().remove_checkpoint(filepath)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        if self._saver is not None:
+            self._saver.wait()
         path = local_path(checkpoint_path)
         if path is not None and is_directory(path):
             return load_directory(path, weights_only)

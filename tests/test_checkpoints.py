@@ -10,7 +10,9 @@ import copy
 import errno
 import os
 import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -32,9 +34,9 @@ from torch.utils.data import DataLoader
 
 import lightning_zero
 from lightning_zero import CheckpointError, ZeROStrategy
-from lightning_zero.checkpoint import replacing
+from lightning_zero.checkpoint import directory, file, replacing
 from lightning_zero.checkpoint.directory import is_directory
-from lightning_zero.checkpoint.one_file import full_optimizer_state
+from lightning_zero.checkpoint.one_file import full_optimizer_state, full_state_dict
 from lightning_zero.checkpoint.stored import StoredTensor
 
 ROWS = 6
@@ -385,6 +387,104 @@ def test_one_form_replaces_the_other(tmp_path: Path) -> None:
 
     assert run_ranks(2, on_rank) == [[False, True, True, False]] * 2
     assert os.listdir(tmp_path) == ["x.ckpt"]
+
+
+# In the background
+
+
+def waiting(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Writing takes until a file says that it may end."""
+    own = replacing.take_place
+
+    def take_place(part: Path, path: Path) -> None:
+        while not (folder / "go").exists():
+            time.sleep(0.005)
+        own(part, path)
+
+    for module in (file, directory):
+        monkeypatch.setattr(module, "take_place", take_place)
+
+
+@pytest.mark.parametrize("form", ["full", "sharded"])
+def test_training_goes_on_while_a_checkpoint_is_written(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It holds what was there when it was saved; the one before it is not removed until it is complete; the next one,
+    which finds the same buffers, waits."""
+    events: list[str] = []
+
+    class Saves(Callback):
+        def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
+            step = trainer.global_step
+            if step == 2:
+                (tmp_path / "go").touch()
+            trainer.save_checkpoint(tmp_path / f"{step}.ckpt")
+            if step == 1:
+                # It cannot be complete, and yet a step follows.
+                events.append("complete" if (tmp_path / "1.ckpt").exists() else "begun")
+            else:
+                events.append("complete" if (tmp_path / f"{step - 1}.ckpt").exists() else "begun")
+                trainer.strategy.remove_checkpoint(tmp_path / f"{step - 1}.ckpt")
+            module.expected[step] = full_state_dict(module.state_dict(), keep=True)  # type: ignore[operator,index]
+
+    def on_rank(rank: int) -> tuple[list[str], bool, list[str]]:
+        waiting(monkeypatch, tmp_path)
+        module = built()
+        module.expected = {}  # type: ignore[assignment]
+        strategy = ZeROStrategy(3, state_dict_type=form, async_save=True)
+        with launched(rank):
+            make_trainer(strategy, 2, max_epochs=2, callbacks=[Saves()]).fit(module, data(rank, 2))
+        stored = read_plainly(tmp_path / "4.ckpt")["state_dict"]
+        equal = all(torch.equal(value, stored[name]) for name, value in module.expected[4].items())  # type: ignore[index]
+        return events, equal, sorted(path.name for path in tmp_path.glob("*.ckpt*"))
+
+    assert run_ranks(2, on_rank) == [(["begun", "complete", "complete", "complete"], True, ["4.ckpt"])] * 2
+
+
+@pytest.mark.parametrize("form", ["full", "sharded"])
+def test_what_fails_in_the_background_is_told_when_it_is_waited_for(form: str, tmp_path: Path) -> None:
+    """On every rank, by the next save or the end of the run; what would have been removed stays."""
+
+    def on_rank(rank: int) -> tuple[str, list[str]]:
+        def full(*_: Any, **__: Any) -> Any:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        class Fails(Callback):
+            def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+                step = trainer.global_step
+                while step == 2 and not (tmp_path / "1.ckpt").exists():
+                    time.sleep(0.005)
+                if step == 2 and rank == 0:
+                    FileSystemWriter.write_data = full  # type: ignore[method-assign]
+                    torch.save = full
+                trainer.save_checkpoint(tmp_path / f"{step}.ckpt")
+                if step == 2:
+                    trainer.strategy.remove_checkpoint(tmp_path / "1.ckpt")
+
+        strategy = ZeROStrategy(3, state_dict_type=form, async_save=True)
+        try:
+            with launched(rank):
+                make_trainer(strategy, 2, callbacks=[Fails()]).fit(built(), data(rank, 2))
+        except CheckpointError as error:
+            return str(error), sorted(os.listdir(tmp_path))
+        return "", []
+
+    for message, names in run_ranks(2, on_rank):
+        assert "2.ckpt` was not written" in message
+        assert names == ["1.ckpt"]
+
+
+def test_a_script_that_ends_after_its_last_save_has_it_on_the_disk(tmp_path: Path) -> None:
+    """Saved when the run is over."""
+    code = (
+        "import sys; sys.path.insert(0, 'tests')\n"
+        "from test_checkpoints import *\n"
+        "trainer = make_trainer(ZeROStrategy(3, state_dict_type='sharded', async_save=True), 1)\n"
+        "trainer.fit(built(), data(0, 1))\n"
+        f"trainer.save_checkpoint({str(tmp_path / 'x.ckpt')!r})\n"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, cwd=Path(__file__).parents[1])
+    assert read_plainly(tmp_path / "x.ckpt")["global_step"] == 2
 
 
 # Whatever goes wrong

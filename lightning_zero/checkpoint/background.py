@@ -1,0 +1,119 @@
+"""Checkpoints that are written while training goes on.
+
+    training    stage | steps ...                    | wait, stage | steps ...
+    thread            | write, take its name, remove |             | write ...
+
+What is staged is a copy in host memory, into the same buffers each time, so at most one is on its way.
+"""
+
+from __future__ import annotations
+
+import atexit
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from lightning_zero.collectives import Collectives
+from lightning_zero.sharded_parameter import ShardedTensor
+
+__all__ = ["BackgroundSaver"]
+
+
+class BackgroundSaver:
+    """Writes one checkpoint at a time, beside training.
+
+    To make it is a collective: the thread communicates over a group of its own, in an order of its own.
+
+    Args:
+        collectives: of the ranks that save together.
+    """
+
+    def __init__(self, collectives: Collectives) -> None:
+        self._group: dist.ProcessGroup | None = None
+        if collectives.group is not None:
+            ranks = dist.get_process_group_ranks(collectives.group)
+            self._group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        self.collectives = Collectives(self._group, torch.device("cpu"))
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="lightning_zero checkpoint")
+        self._buffers: list[Tensor] = []
+        self._pending: list[Future[None]] = []
+        _savers.add(self)
+
+    def stage(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """A copy of ``checkpoint`` that training does not change; sharded tensors stay sharded. What was staged before
+        is overwritten: `wait` first."""
+        place = iter(range(1 << 62))
+        staged: dict[str, Any] = tree_map(lambda value: self._staged(value, next(place)), checkpoint)
+        if torch.cuda.is_initialized():
+            torch.cuda.current_stream().synchronize()
+        return staged
+
+    def _staged(self, value: Any, place: int) -> Any:
+        if isinstance(value, ShardedTensor):
+            return ShardedTensor(self._copied(value.fragment, place), value.slicing)
+        if isinstance(value, Tensor) and not value.is_meta:
+            return self._copied(value.detach(), place)
+        return value
+
+    def _copied(self, value: Tensor, place: int) -> Tensor:
+        self._buffers.extend([torch.empty(0)] * (place + 1 - len(self._buffers)))
+        buffer = self._buffers[place]
+        if buffer.shape != value.shape or buffer.dtype != value.dtype or buffer.stride() != value.stride():
+            pinned = value.device.type == "cuda"
+            buffer = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, pin_memory=pinned)
+            self._buffers[place] = buffer
+        return buffer.copy_(value, non_blocking=True)
+
+    def begin(self, save: Callable[[], None]) -> None:
+        """Have the thread do ``save``, which may communicate over `collectives`. `wait` comes before the next one."""
+        self._pending.append(self._thread.submit(save))
+
+    def then(self, work: Callable[[], None]) -> bool:
+        """Have the thread do ``work`` after the save that is under way, if that succeeds; false if there is none."""
+        if not self._pending:
+            return False
+        save = self._pending[0]
+
+        def after() -> None:
+            if save.exception() is None:
+                work()
+
+        self._pending.append(self._thread.submit(after))
+        return True
+
+    def wait(self) -> None:
+        """Until nothing is under way.
+
+        Raises:
+            CheckpointError: it was not written, on any rank.
+        """
+        pending, self._pending = self._pending, []
+        errors = [error for error in [future.exception() for future in pending] if error is not None]
+        if errors:
+            raise errors[0]
+
+    def close(self) -> None:
+        """`wait`, and end the thread and its group: a collective."""
+        try:
+            self.wait()
+        finally:
+            self._thread.shutdown()
+            self._buffers.clear()
+            if self._group is not None:
+                dist.destroy_process_group(self._group)
+
+
+_savers: weakref.WeakSet[BackgroundSaver] = weakref.WeakSet()
+
+
+@atexit.register
+def _wait_for_all() -> None:
+    """A script that ends after its last save has it on the disk, or says that it has not."""
+    for saver in list(_savers):
+        saver.wait()
