@@ -23,7 +23,7 @@ FLOORS = {
     "unit": 5, "window": 5, "windowed_forward": 5, "compiled": 5, "reducer": 5, "lockstep": 5,
     "holders": 4, "offloading": 5, "assembly": 5,
     "engine": 6, "sharding": 6, "copies": 6, "gathering": 6, "held": 6, "host": 6, "checkpoint": 6,
-    "callbacks": 7, "strategy": 7, "__init__": 7,
+    "callbacks": 7, "strategy": 7, "cli": 7, "__init__": 7,
 }  # fmt: skip
 
 COLLECTIVES = {

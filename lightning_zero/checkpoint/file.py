@@ -6,6 +6,7 @@ read     mapped: a rank takes from the pages what it keeps, and ranks of one hos
 
 from __future__ import annotations
 
+import pickle
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -63,6 +64,8 @@ def load_file(path: Path, weights_only: bool | None) -> dict[str, Any]:
         # Files of torch before 1.6, and what pickle alone wrote, cannot be mapped.
         mapped = zipfile.is_zipfile(path)
         loaded: dict[str, Any] = torch.load(path, map_location="cpu", mmap=mapped, weights_only=weights_only)
-    except (RuntimeError, EOFError, OSError, zipfile.BadZipFile) as error:
+    except (RuntimeError, EOFError, OSError, zipfile.BadZipFile, pickle.UnpicklingError) as error:
+        if mapped and isinstance(error, pickle.UnpicklingError):
+            raise  # a whole file with objects in it: torch says how to allow them
         raise CheckpointError(f"`{path}` cannot be read, or is damaged: {error}") from error
     return loaded

@@ -1,0 +1,56 @@
+"""The command ``lightning-zero``, for what one process does to a checkpoint, without a GPU.
+
+lightning-zero inspect CHECKPOINT
+lightning-zero export CHECKPOINT OUT --format safetensors|ckpt
+"""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_zero.checkpoint.reading import describe, export_file, export_safetensors
+from lightning_zero.checkpoint.stored import CheckpointError
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status."""
+    args = _parser().parse_args(arguments)
+    try:
+        if args.command == "inspect":
+            print(describe(args.checkpoint))
+        elif args.format == "ckpt":
+            export_file(args.checkpoint, args.out)
+        else:
+            export_safetensors(args.checkpoint, args.out, int(args.shard_gb * 1e9))
+    except (CheckpointError, OSError, ImportError, pickle.UnpicklingError) as error:
+        print(f"lightning-zero: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="lightning-zero", description="Look at a checkpoint, or export it.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    inspect = commands.add_parser("inspect", help="names, shapes, dtypes and sizes in a checkpoint, and what wrote it")
+    inspect.add_argument("checkpoint", type=Path, help="a file or a directory")
+    export = commands.add_parser("export", help="write a checkpoint in another form, in bounded memory")
+    export.add_argument("checkpoint", type=Path, help="a file or a directory")
+    export.add_argument("out", type=Path, help="the file, or the folder for safetensors")
+    export.add_argument(
+        "--format",
+        choices=("safetensors", "ckpt"),
+        default="safetensors",
+        help="safetensors: weights as Hugging Face reads them; ckpt: everything, as DDP writes it",
+    )
+    export.add_argument("--shard-gb", type=float, default=5.0, help="most GB (1e9 bytes) of a safetensors file")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
