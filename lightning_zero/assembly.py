@@ -135,6 +135,12 @@ def adopt_buffers(module: nn.Module, dtype: torch.dtype | None, collectives: Col
         for name, buffer in submodule._buffers.items():
             if buffer is None:
                 continue
+            if buffer.is_meta and collectives.rank == 0:
+                raise ValueError(
+                    f"the buffer `{name}` of a `{type(submodule).__name__}` is on the meta device of rank 0, whose"
+                    " values are everyone's. Build the model there without `torch.device('meta')`, or give it values:"
+                    " `lightning_zero.load_pretrained(model, folder)`."
+                )
             if buffer not in adopted:
                 wanted = dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype
                 like = buffer.to(wanted)

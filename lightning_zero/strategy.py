@@ -36,6 +36,7 @@ from lightning_zero.checkpoint.one_file import (
     load_state_dict,
     shard_optimizer_state,
 )
+from lightning_zero.checkpoint.pretrained import from_pretrained_once
 from lightning_zero.collectives import Collectives
 from lightning_zero.compiled import compile_options
 from lightning_zero.copies import shard_copy, share_buffers, unshard_copy
@@ -275,7 +276,12 @@ class _ZeROMixin(_DDPStrategy):
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         # Built on the host and sharded onto the device: a whole model may not fit there.
-        with self._flavour.initializing(bool(empty_init)), self.precision_plugin.tensor_init_context():
+        collectives = Collectives.of(None, self.root_device)
+        with (
+            self._flavour.initializing(bool(empty_init)),
+            self.precision_plugin.tensor_init_context(),
+            from_pretrained_once(collectives),
+        ):
             yield
 
     # Steps

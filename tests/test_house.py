@@ -52,6 +52,7 @@ PUBLIC = [
     "activation_bytes",
     "gathered",
     "held_bytes",
+    "load_pretrained",
     "moved_bytes",
     "no_sync",
     "planned_bytes",

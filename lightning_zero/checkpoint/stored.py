@@ -135,7 +135,8 @@ class StoredTensor(Tensor):
         if func is _aten.copy_.default and isinstance(args[1], cls) and type(args[0]) in (Tensor, torch.nn.Parameter):
             out, stored = args[:2]
             if out.shape == stored.shape:
-                stored.read_into(out)
+                if not out.is_meta:
+                    stored.read_into(out)
                 return out
         if func is _aten.detach.default:
             return args[0]
