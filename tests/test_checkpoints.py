@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import copy
 import errno
+import gc
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,14 +23,22 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from distributed import run_ranks
 from lightning.fabric.utilities.load import _load_distributed_checkpoint
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.utilities.consolidate_checkpoint import _format_checkpoint
-from rows import launched
+from rows import launched, private_bytes
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
@@ -245,6 +255,43 @@ def test_plain_runs_go_on_from_files_and_from_directories_that_were_made_one(
         mean = torch.tensor([rank[place][2] for rank in found]).mean(0).tolist()
         tolerance = 0.02 if writer == "bf16-mixed" else 1e-5
         assert mean == pytest.approx(losses_of_a_straight_run()[2:], abs=tolerance), (writer, form)
+
+
+def test_a_directory_of_fsdp2_is_read(checkpoints: dict[tuple[str, str], Path], tmp_path: Path) -> None:
+    """As `ModelParallelStrategy` lays it out: weights under "state_dict", optimizer state by name, from DTensors."""
+    source, path = checkpoints["ddp", "full"], tmp_path / "fsdp2.ckpt"
+
+    def on_rank(rank: int) -> None:
+        rest = torch.load(source, weights_only=True)
+        module = Net()
+        for block in module.blocks:
+            fully_shard(block)
+        fully_shard(module)
+        options = StateDictOptions(full_state_dict=True)
+        set_model_state_dict(module, rest.pop("state_dict"), options=options)
+        ((optimizer,), _) = module.configure_optimizers()
+        names = {id(p): name for name, p in module.named_parameters()}
+        (state,) = rest.pop("optimizer_states")
+        keys = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+        for group in state["param_groups"]:
+            group["params"] = [keys[key] for key in group["params"]]
+        state["state"] = {keys[key]: values for key, values in state["state"].items()}
+        # One weight has none: it got no gradient.
+        strict = StateDictOptions(full_state_dict=True, strict=False)
+        set_optimizer_state_dict(module, optimizer, state, options=strict)
+        stored = {"state_dict": module.state_dict(), "optimizer_0": get_optimizer_state_dict(module, optimizer)}
+        dcp.save(stored, checkpoint_id=path)
+        if rank == 0:
+            torch.save(rest, path / "meta.pt")
+
+    run_ranks(2, on_rank)
+    for weights, state, losses in (found for (found,) in resumed("zero3", [path])):
+        stored = torch.load(source, weights_only=True)
+        assert all(torch.equal(value, stored["state_dict"][name]) for name, value in weights.items())
+        for mine, its in zip(moments(state), moments(stored["optimizer_states"][0]), strict=True):
+            # FSDP2 keeps zeros for a weight that got no gradient.
+            assert all(torch.equal(value, mine[name]) for name, value in its.items())
+        assert len(losses) == 2
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -660,3 +707,90 @@ def test_what_is_no_form_is_refused() -> None:
     """When the strategy is made."""
     with pytest.raises(ValueError, match="state_dict_type='local' is unknown: expected 'full', one file, or 'sharded'"):
         ZeROStrategy(state_dict_type="local")  # type: ignore[call-arg]
+
+
+# Memory
+
+
+class Large(LightningModule):
+    """Eight blocks of 4 MB and a tied head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8)))
+
+    def training_step(self, x: Tensor, batch_idx: int) -> Tensor:
+        return self.blocks(x).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), fused=True)
+
+
+UNIT = 4 * 1024 * 1025
+PSI = 8 * UNIT
+
+
+class Watching:
+    """Context that notes the most private bytes of this process above those at its beginning: pages of files that are
+    mapped are everybody's."""
+
+    def __enter__(self) -> Watching:
+        self._ended = threading.Event()
+        self._before = self._most = private_bytes()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self._ended.wait(0.002):
+            self._most = max(self._most, private_bytes())
+
+    def __exit__(self, *_: Any) -> None:
+        self._ended.set()
+        self._thread.join()
+        self.most = self._most - self._before
+
+
+@pytest.mark.parametrize("form", ["full", "sharded"])
+def test_writing_and_reading_hold_no_more_than_they_must(form: str, tmp_path: Path) -> None:
+    """Two ranks and 101 MB of weights and moments. A file is held by rank 0 alone, once; the rest is what
+    gathering takes, and of a directory a unit. To read either a rank takes its shards and a unit."""
+    path = tmp_path / "x.ckpt"
+
+    class Watched(Callback):
+        def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
+            gc.collect()
+            trainer.save_checkpoint(tmp_path / "first.ckpt")  # what is imported and mapped once
+            gc.collect()
+            with Watching() as saving:
+                trainer.save_checkpoint(path)
+            self.saving = saving.most
+
+    class Reading(ZeROStrategy):  # type: ignore[misc,valid-type]
+        def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+            gc.collect()
+            with Watching() as reading:
+                super().load_optimizer_state_dict(checkpoint)
+            self.reading = reading.most
+
+        def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
+            with Watching() as reading:
+                super().load_model_state_dict(checkpoint, strict)
+            self.reading_weights = reading.most
+
+    def on_rank(rank: int) -> tuple[int, int, int]:
+        loader = DataLoader([torch.ones(1, 1024)] * 2, batch_size=None)  # type: ignore[arg-type]
+        watched = Watched()
+        with launched(rank):
+            make_trainer(ZeROStrategy(3, state_dict_type=form), 2, callbacks=[watched]).fit(Large(), loader)
+            strategy = Reading(3)
+            make_trainer(strategy, 2, max_epochs=2).fit(Large(), loader, ckpt_path=path)
+        return watched.saving, strategy.reading, strategy.reading_weights
+
+    slack = 6 << 20
+    for rank, (saving, reading, weights) in enumerate(run_ranks(2, on_rank)):
+        whole = 3 * PSI if form == "full" and rank == 0 else 0
+        # To gather takes halves and the whole of a unit, of which gloo's threads hold some for a while.
+        assert saving <= whole + 1.5 * PSI, rank
+        assert reading <= PSI + 2 * UNIT + slack, "two moments of a half of the weights"
+        assert weights <= PSI + UNIT + slack, "of the module that is about to be sharded"

@@ -14,7 +14,7 @@ import torch
 import transformers as hf
 from distributed import run_ranks
 from lightning.pytorch import LightningModule
-from rows import launched
+from rows import launched, private_bytes
 from safetensors.torch import load_file, save_file
 from test_checkpoints import make_trainer
 from torch import Tensor, nn
@@ -300,12 +300,6 @@ def test_the_method_is_itself_again(folder: Path) -> None:
         return vars(hf.PreTrainedModel)["from_pretrained"] is own
 
     assert run_ranks(2, on_rank) == [True, True]
-
-
-def private_bytes() -> int:
-    """Of this process, without pages of files."""
-    found = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return sum(int(line.split()[1]) * 1024 for line in found if line.startswith(("Private_Dirty", "Swap:")))
 
 
 def test_a_host_holds_one_copy_of_the_model(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ So `lightning.pytorch.strategies.FSDPStrategy` lays it out, and Lightning's own 
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
@@ -99,7 +102,9 @@ def save_directory(checkpoint: Mapping[str, Any], path: Path, collectives: Colle
 
     try:
         collectives.on_first_rank(prepare)
-        save(tensors, storage_writer=FileSystemWriter(part), process_group=collectives.group)
+        # Nothing is copied ahead of what is written.
+        writer, planner = FileSystemWriter(part, per_thread_copy_ahead=0), _OneAtATime()
+        save(tensors, storage_writer=writer, planner=planner, process_group=collectives.group)
         collectives.on_first_rank(complete)
     except (CheckpointException, Exception) as error:
         if is_first:
@@ -144,3 +149,22 @@ def load_directory(path: Path, weights_only: bool | None) -> dict[str, Any]:
 
 def _is_elsewhere(value: Any) -> bool:
     return isinstance(value, dict) and list(value) == [_ELSEWHERE]
+
+
+class _OneAtATime(DefaultSavePlanner):
+    """Hands out copies of pieces, one at a time: the memory of each goes when the next one is asked for.
+
+    `torch.save` leaves what it wrote in a reference cycle, so without this all pieces would wait for the garbage
+    collector.
+    """
+
+    _copied: Tensor | None = None
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        if self._copied is not None:
+            self._copied.untyped_storage().resize_(0)
+            self._copied = None
+        found = super().resolve_data(write_item)
+        if isinstance(found, Tensor) and (not found.is_cpu or found.untyped_storage().nbytes() != found.nbytes):
+            found = self._copied = found.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        return found
