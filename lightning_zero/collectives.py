@@ -231,6 +231,15 @@ class Collectives:
                 dist.broadcast(tensor, self._source, group=self.group)
         return tensor
 
+    def broadcast_object(self, value: Any) -> Any:
+        """Rank 0's ``value``, pickled."""
+        if self.group is None:
+            return value
+        found = [value]
+        with self.watch.waiting_for("rank 0's description of a model"):
+            dist.broadcast_object_list(found, src=self._source, group=_alive(self._flags_group))
+        return found[0]
+
     def max_flags(self, flags: Tensor) -> Pending:
         """Elementwise maximum over ranks of a small host tensor, in place, in an order of its own."""
         if self.group is None:

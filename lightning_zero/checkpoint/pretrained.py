@@ -211,21 +211,19 @@ def _loaded_once(load: Any, args: Any, kwargs: dict[str, Any], collectives: Coll
         )
     model: Any = None
     error: Exception | None = None
-    told: list[Any] = [None]
+    told: Any = None
     if collectives.rank == 0:
         try:
             model = load(*args, **kwargs)
             generation = getattr(model, "generation_config", None)
-            told = [(type(model), model.config, generation, model.training, _layout(model))]
+            told = type(model), model.config, generation, model.training, _layout(model)
         except Exception as caught:
             error = caught
     if collectives.on_any_rank(error is not None):
         raise error or CheckpointError("`from_pretrained` failed on rank 0, which says why.")
-    assert collectives.group is not None
-    dist.broadcast_object_list(told, src=dist.get_global_rank(collectives.group, 0), group=collectives.group)
+    kind, config, generation, training, layout = collectives.broadcast_object(told)
     differs = False
     if model is None:
-        kind, config, generation, training, layout = told[0]
         with torch.device("meta"):
             model = kind._from_config(config)
         if generation is not None:
