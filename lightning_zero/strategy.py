@@ -120,6 +120,7 @@ class _ZeROMixin(_DDPStrategy):
         self._is_sharded = state_dict_type == "sharded"
         self._async_save = async_save
         self._saver: BackgroundSaver | None = None
+        self._loaded: Mapping[str, Any] = {}
         unknown = sorted(set(ddp_arguments) - set(_DDP_ARGUMENTS))
         if unknown:
             raise TypeError(
@@ -180,6 +181,7 @@ class _ZeROMixin(_DDPStrategy):
             self.model = self._layer_sync.apply(self.model)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
+        plain = {n: p.dtype for n, p in self.lightning_module.named_parameters(remove_duplicate=False)}
         # A module too large to be whole on the host stayed at rest after the last run.
         if self.engine is None or self.engine.stage_placements != stage_placements(self.stage):
             shard(
@@ -199,6 +201,7 @@ class _ZeROMixin(_DDPStrategy):
                 f"`{type(self.lightning_module).__name__}` was left sharded when an exception ended its last run, and"
                 " other ranks may have gone. Build the module anew."
             )
+        self._restore_digits(plain)
         self.engine.has_steps = True
         for place, loop, method in own_collectives(trainer):
             self._meet_before(place, loop, method)
@@ -389,6 +392,23 @@ class _ZeROMixin(_DDPStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
         load_state_dict(self.lightning_module, checkpoint["state_dict"], strict)
+        self._loaded = checkpoint["state_dict"] if self.engine is None else {}
+
+    def _restore_digits(self, loaded_in: Mapping[str, torch.dtype]) -> None:
+        """Load again what has more digits now, in main weights, than the module had when a checkpoint was loaded.
+
+        Args:
+            loaded_in: dtypes of the plain module, by name.
+        """
+        loaded, self._loaded = self._loaded, {}
+        assert self.lightning_module is not None
+        wider = {
+            name: loaded[name]
+            for name, parameter in self.lightning_module.named_parameters(remove_duplicate=False)
+            if name in loaded and parameter.dtype.itemsize > loaded_in[name].itemsize
+        }
+        if wider:
+            load_state_dict(self.lightning_module, wider, strict=False)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"]):

@@ -49,6 +49,7 @@ from lightning_zero.checkpoint.directory import is_directory
 from lightning_zero.checkpoint.one_file import full_optimizer_state, full_state_dict
 from lightning_zero.checkpoint.stored import StoredTensor
 
+FORMS = ("full", "sharded")
 ROWS = 6
 """Of a step, over all ranks."""
 
@@ -208,7 +209,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str
     return {
         (way, form): written(way, form, folder / f"{way} {form}.ckpt")
         for way in WAYS
-        for form in (("full",) if way in PLAIN else ("full", "sharded"))
+        for form in (FORMS[:1] if way in PLAIN else FORMS)
     }
 
 
@@ -300,7 +301,7 @@ def test_the_same_ranks_go_on_to_the_last_bit(stage: int, tmp_path: Path) -> Non
 
     def on_rank(rank: int) -> list[Any]:
         found = []
-        for form in ("full", "sharded"):
+        for form in FORMS:
             with launched(rank):
                 straight = built()
                 keep = ModelCheckpoint(
@@ -342,7 +343,7 @@ def test_averages_go_into_directories_in_parts(tmp_path: Path) -> None:
 
     def on_rank(rank: int) -> list[bool]:
         found = []
-        for form in ("full", "sharded"):
+        for form in FORMS:
             straight = fit(rank, form, None)
             again = fit(rank, form, tmp_path / form / "0.ckpt")
             found.append(all(torch.equal(value, again[name]) for name, value in straight.items()))
@@ -390,7 +391,7 @@ def test_hooks_of_modules_see_and_change_what_is_stored(tmp_path: Path) -> None:
 # Top k, last, links, and after fit
 
 
-@pytest.mark.parametrize("form", ["full", "sharded"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("save_last", [True, "link"])
 def test_model_checkpoint_keeps_the_best_and_the_last(form: str, save_last: Any, tmp_path: Path) -> None:
     """The others are removed, whichever form they have, and all that is left can be loaded."""
@@ -452,7 +453,7 @@ def waiting(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         monkeypatch.setattr(module, "take_place", take_place)
 
 
-@pytest.mark.parametrize("form", ["full", "sharded"])
+@pytest.mark.parametrize("form", FORMS)
 def test_training_goes_on_while_a_checkpoint_is_written(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -488,7 +489,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     assert run_ranks(2, on_rank) == [(["begun", "complete", "complete", "complete"], True, ["4.ckpt"])] * 2
 
 
-@pytest.mark.parametrize("form", ["full", "sharded"])
+@pytest.mark.parametrize("form", FORMS)
 def test_what_fails_in_the_background_is_told_when_it_is_waited_for(form: str, tmp_path: Path) -> None:
     """On every rank, by the next save or the end of the run; what would have been removed stays."""
 
@@ -588,7 +589,7 @@ def killing(folder: Path, at: int) -> Callable[[], int]:
     return lambda: touched[0]
 
 
-@pytest.mark.parametrize("form", ["full", "sharded"])
+@pytest.mark.parametrize("form", FORMS)
 def test_a_run_that_is_killed_leaves_the_old_checkpoint_or_the_new_one(form: str, tmp_path: Path) -> None:
     """Whole, wherever it was killed; and what it left behind does not disturb the next one."""
     path = tmp_path / "x.ckpt"
@@ -616,7 +617,7 @@ def test_a_run_that_is_killed_leaves_the_old_checkpoint_or_the_new_one(form: str
 
 
 @pytest.mark.parametrize("rank_that_fails", [0, 1])
-@pytest.mark.parametrize("form", ["full", "sharded"])
+@pytest.mark.parametrize("form", FORMS)
 def test_a_full_disk_is_an_error_on_every_rank(form: str, rank_that_fails: int, tmp_path: Path) -> None:
     """Which names the checkpoint; the one before it is as it was, and training may go on to save another."""
     if form == "full" and rank_that_fails == 1:
@@ -751,7 +752,7 @@ class Watching:
         self.most = self._most - self._before
 
 
-@pytest.mark.parametrize("form", ["full", "sharded"])
+@pytest.mark.parametrize("form", FORMS)
 def test_writing_and_reading_hold_no_more_than_they_must(form: str, tmp_path: Path) -> None:
     """Two ranks and 101 MB of weights and moments. A file is held by rank 0 alone, once; the rest is what
     gathering takes, and of a directory a unit. To read either a rank takes its shards and a unit."""

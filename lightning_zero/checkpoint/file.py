@@ -56,10 +56,15 @@ def load_file(path: Path, weights_only: bool | None) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: there is none.
-        CheckpointError: it is damaged.
+        CheckpointError: it is damaged, or no checkpoint.
     """
     if not path.exists():
         raise FileNotFoundError(f"Checkpoint file not found: {path}")
+    if path.is_dir():
+        raise CheckpointError(
+            f"`{path}` is a directory without checkpoint: it has no `.metadata`. It holds"
+            f" {sorted(found.name for found in path.iterdir())[:5]}. Name the checkpoint itself."
+        )
     try:
         # Files of torch before 1.6, and what pickle alone wrote, cannot be mapped.
         mapped = zipfile.is_zipfile(path)
