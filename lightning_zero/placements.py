@@ -163,6 +163,6 @@ def stage_placements(stage: int) -> Placements:
     Raises:
         ValueError: ``stage`` is none of 0, 1, 2, 3.
     """
-    if isinstance(stage, bool) or stage not in STAGES:
+    if isinstance(stage, bool) or not isinstance(stage, int) or stage not in STAGES:
         raise ValueError(f"stage={stage!r} is unknown: expected one of {sorted(STAGES)}. Write `stage=3`.")
     return STAGES[stage]

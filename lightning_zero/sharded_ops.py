@@ -83,6 +83,8 @@ def _plan(func: Any) -> Plan:
         return _alias
     if func in _VALUE_FREE:
         return _value_free
+    if func is aten.index_put_.default:
+        return _by_mask
     if func in _REDUCTIONS:
         return _REDUCTIONS[func]
     if name in _LIST_REDUCTIONS:
@@ -533,6 +535,23 @@ def _view(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if isinstance(several, Tensor):
             return ShardedView(base, replay)
         return [ShardedView(base, partial(replay, pick=i)) for i in range(len(several))]
+
+
+def _by_mask(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """`x[mask] = number`, as of optimizers that go by signs, is a choice for each element."""
+    tensor, indices, value = args[:3]
+    mask = indices[0] if len(indices) == 1 else None
+    adds = kwargs.get("accumulate", False) or any(args[3:])
+    is_choice = isinstance(mask, ShardedTensor) and mask.dtype is torch.bool and mask.shape == tensor.shape
+    if (
+        is_choice
+        and isinstance(tensor, ShardedTensor)
+        and value.ndim == 0
+        and not isinstance(value, Sharded)
+        and not adds
+    ):
+        return _elementwise(aten.masked_fill_.Tensor, (tensor, mask, value), {})
+    return _on_whole(func, args, kwargs)
 
 
 # Whole values

@@ -198,35 +198,48 @@ def whole(tensor):
     return value.detach().clone().contiguous()
 
 
-def _on_rank(rank, world_size, scenario, stage, make):
-    # Another seed on each rank: rank 0's weights are the truth.
-    model = make(seed=rank)
-    lightning_zero.shard(model, stage=stage, units=["Block"])
-    engine = engine_of(model)
-    assert len(engine.units) >= 3
-    engine.pool.poison = True
-    run = Run(model, rank, world_size)
-    scenario(run)
-    return run.result()
+def _on_rank(rank, world_size, scenario, stages, make, units):
+    results = []
+    for stage in stages:
+        # Another seed on each rank: rank 0's weights are the truth.
+        model = make(seed=rank)
+        lightning_zero.shard(model, stage=stage, units=units)
+        engine = engine_of(model)
+        assert len(engine.units) >= 3
+        engine.pool.poison = True
+        run = Run(model, rank, world_size)
+        scenario(run)
+        results.append(run.result())
+    return results
 
 
-def compare(scenario, stage=3, world_size=2, make=build, tolerance=EXACT):
-    """``scenario`` leaves the same losses, weights, gradients, records and buffers as one plain process."""
+def compare(scenario, stage=3, world_size=2, make=build, tolerance=EXACT, units=("Block",)):
+    """``scenario`` leaves the same losses, weights, gradients, records and buffers as one plain process.
+
+    Args:
+        stage: one, or several, which the same ranks try one after another.
+    """
+    stages = stage if isinstance(stage, list | tuple) else [stage]
     twin = Run(make(seed=0), None, world_size)
     scenario(twin)
     expected = twin.result()
-    ranks = run_ranks(world_size, _on_rank, world_size, scenario, stage, make)
+    ranks = run_ranks(world_size, _on_rank, world_size, scenario, stages, make, units)
+    for number, stage in enumerate(stages):
+        _assert_as(expected, [results[number] for results in ranks], tolerance, f"stage {stage}")
+    return expected
+
+
+def _assert_as(expected, ranks, tolerance, where):
     losses = torch.tensor([result["losses"] for result in ranks], dtype=torch.float64).mean(0)
-    assert_close(losses, torch.tensor(expected["losses"], dtype=torch.float64), tolerance, "losses")
+    assert_close(losses, torch.tensor(expected["losses"], dtype=torch.float64), tolerance, f"{where}: losses")
     for rank, result in enumerate(ranks):
         for kind in ("gradients", "weights", "buffers"):
-            assert result[kind].keys() == expected[kind].keys()
+            assert result[kind].keys() == expected[kind].keys(), where
             for name, value in expected[kind].items():
-                assert_close(result[kind][name], value, tolerance, f"rank {rank}: {kind} of {name}")
-        assert len(result["records"]) == len(expected["records"])
+                assert_close(result[kind][name], value, tolerance, f"{where}, rank {rank}: {kind} of {name}")
+        assert len(result["records"]) == len(expected["records"]), where
         for number, (got, wanted) in enumerate(zip(result["records"], expected["records"])):
-            assert_close(got, wanted, tolerance, f"rank {rank}: record {number}")
-    return expected
+            assert_close(got, wanted, tolerance, f"{where}, rank {rank}: record {number}")
 
 
 def assert_close(got, wanted, tolerance, what):
@@ -268,10 +281,9 @@ def sgd(model):
 
 
 @pytest.mark.parametrize("feature", FEATURES, ids=lambda f: f.__name__ if f else "plain")
-@pytest.mark.parametrize("stage", STAGES)
-def test_four_adamw_steps_equal_one_process(stage, feature):
+def test_four_adamw_steps_equal_one_process(feature):
     """Decoupled decay moves a parameter with a zero gradient and not one with none: `grad is None` is kept too."""
-    compare(lambda run: steps(run, adamw(run.model)), stage, make=functools.partial(build, feature))
+    compare(lambda run: steps(run, adamw(run.model)), STAGES, make=functools.partial(build, feature))
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 4])
@@ -440,23 +452,23 @@ def _optimizer(name, kind):
 
 
 @pytest.mark.parametrize(("name", "kind"), list(_optimizer_cases()))
-@pytest.mark.parametrize("stage", [1, 3])
-def test_torch_optimizers_equal_one_process(stage, name, kind):
+def test_torch_optimizers_equal_one_process(name, kind):
     """Also those that look at a whole tensor, row or matrix: Adafactor and Muon. Muon computes in bf16."""
     tolerance = 1e-2 if name == "Muon" else EXACT
     make = functools.partial(build, unused)
-    compare(lambda run: steps(run, _optimizer(name, kind)(run.model), 4), stage, make=make, tolerance=tolerance)
+    compare(lambda run: steps(run, _optimizer(name, kind)(run.model), 4), (1, 3), make=make, tolerance=tolerance)
 
 
-@pytest.mark.parametrize("stage", [0, 2])
 @pytest.mark.parametrize("name", ["SGD", "Adagrad", "RMSprop", "Adafactor"])
-def test_optimizers_equal_one_process_at_the_other_stages(stage, name):
+def test_optimizers_equal_one_process_at_the_other_stages(name):
     """With gradients accumulated and clipped on the way."""
 
     def clip(run):
         nn.utils.clip_grad_norm_(run.model.parameters(), 0.5)
 
-    compare(lambda run: steps(run, _optimizer(name, "default")(run.model), 3, micro_batches=2, before_step=clip), stage)
+    compare(
+        lambda run: steps(run, _optimizer(name, "default")(run.model), 3, micro_batches=2, before_step=clip), (0, 2)
+    )
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -728,8 +740,7 @@ WRITES = [
 
 
 @pytest.mark.parametrize("how", WRITES)
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_write_at_rest_is_never_lost(stage, how):
+def test_a_write_at_rest_is_never_lost(how):
     """To a unit's weight and to the root's, before the first step and between steps; each is read back at once."""
 
     def scenario(run):
@@ -740,12 +751,11 @@ def test_a_write_at_rest_is_never_lost(stage, how):
                 run.record(parameter)
             steps(run, optimizer, 1)
 
-    compare(scenario, stage, 3)
+    compare(scenario, (1, 3), 3)
 
 
-@pytest.mark.parametrize("stage", [0, 2])
 @pytest.mark.parametrize("how", ["mul_", "setitem", "transposed", "data clamp", "data ="])
-def test_a_write_at_rest_is_never_lost_at_the_other_stages(stage, how):
+def test_a_write_at_rest_is_never_lost_at_the_other_stages(how):
     """The same, on two ranks."""
 
     def scenario(run):
@@ -756,7 +766,7 @@ def test_a_write_at_rest_is_never_lost_at_the_other_stages(stage, how):
         run.record(run.model.embed.weight)
         steps(run, optimizer, 2)
 
-    compare(scenario, stage)
+    compare(scenario, (0, 2))
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -867,8 +877,7 @@ class Rescaling(nn.Module):
 
 
 @pytest.mark.parametrize("how", ["mul_", "row", "copy", "view", "data", "data view", "data ="])
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_write_in_a_forward_is_kept_and_backward_sees_it(stage, how):
+def test_a_write_in_a_forward_is_kept_and_backward_sees_it(how):
     """The unit is freed, gathered again for backward and stepped: the written value is the one that went on."""
 
     def make(seed):
@@ -879,27 +888,7 @@ def test_a_write_in_a_forward_is_kept_and_backward_sees_it(stage, how):
     def scenario(run):
         steps_joint(run, adamw(run.model), 3, cross_entropy)
 
-    compare_with_units(["Rescaling", "Block"], scenario, stage, make)
-
-
-def compare_with_units(units, scenario, stage, make, world_size=2):
-    def on_rank(rank):
-        model = lightning_zero.shard(make(seed=rank), stage=stage, units=units)
-        engine_of(model).pool.poison = True
-        assert len(engine_of(model).units) >= 3
-        run = Run(model, rank, world_size)
-        scenario(run)
-        return run.result()
-
-    twin = Run(make(seed=0), None, world_size)
-    scenario(twin)
-    expected = twin.result()
-    ranks = run_ranks(world_size, on_rank)
-    losses = torch.tensor([result["losses"] for result in ranks], dtype=torch.float64).mean(0)
-    assert_close(losses, torch.tensor(expected["losses"], dtype=torch.float64), EXACT, "losses")
-    for rank, result in enumerate(ranks):
-        for name, value in expected["weights"].items():
-            assert_close(result["weights"][name], value, EXACT, f"rank {rank}: {name}")
+    compare(scenario, STAGES, make=make, units=["Rescaling", "Block"])
 
 
 # Inside one step

@@ -211,7 +211,7 @@ def test_all_ranks_skip_a_step_together_and_halve_the_scale(stage: int, clip: fl
 # Master weights
 
 
-def _thousand_small_steps(rank: int, stage: int) -> list[float]:
+def _small_steps(rank: int, stage: int) -> list[float]:
     moved = []
     for own, recipe in [
         (torch.float32, None),
@@ -222,8 +222,8 @@ def _thousand_small_steps(rank: int, stage: int) -> list[float]:
         model = nn.Linear(3, 5, bias=False).to(own)
         nn.init.constant_(model.weight, 1.0)
         lightning_zero.shard(model, stage=stage, precision=recipe)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-        for _ in range(100 if own is torch.bfloat16 and recipe is None else 1000):
+        optimizer = torch.optim.SGD(model.parameters(), lr=5e-4)
+        for _ in range(20 if own is torch.bfloat16 and recipe is None else 200):
             optimizer.zero_grad()
             with torch.autocast("cpu", torch.bfloat16, enabled=own is torch.float32 and recipe is not None):
                 model(torch.ones(1, 3, dtype=own)).sum().backward()
@@ -235,12 +235,12 @@ def _thousand_small_steps(rank: int, stage: int) -> list[float]:
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_tiny_updates_are_not_lost(stage: int) -> None:
-    """1,000 SGD steps of 1e-4 on a weight of 1 with a gradient of 1: it ends at 0.9.
+    """200 SGD steps of 5e-4 on a weight of 1 with a gradient of 1: it ends at 0.9.
 
     A bf16 weight of 1 has neighbors 2 ** -8 below and 2 ** -7 above: alone it never moves. With fp32 main weights it
     moves as in fp32.
     """
-    for fp32, mixed, bf16, bf16_over_fp32 in run_ranks(2, _thousand_small_steps, stage):
+    for fp32, mixed, bf16, bf16_over_fp32 in run_ranks(2, _small_steps, stage):
         assert abs(fp32 - 0.9) < 1e-4
         assert mixed == fp32
         assert bf16 == 1.0
