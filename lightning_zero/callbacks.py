@@ -22,8 +22,11 @@ def copies_of_module(trainer: Any, flavour: Flavour) -> Iterator[nn.Module]:
             yield callback._average_model
 
 
-def refuse_unfit(trainer: Any, flavour: Flavour) -> None:
+def refuse_unfit(trainer: Any, flavour: Flavour, async_save: bool = False) -> None:
     """See that every callback can do its work on a sharded module.
+
+    Args:
+        async_save: whether checkpoints are written in the background.
 
     Raises:
         ValueError: one cannot, with what to do instead.
@@ -36,6 +39,11 @@ def refuse_unfit(trainer: Any, flavour: Flavour) -> None:
                 f"`{name}` puts new parameters in the place of sharded ones, and they would not be trained."
                 " Prune before the model is sharded, in `configure_model`:"
                 " `torch.nn.utils.prune.l1_unstructured(self.layer, 'weight', amount=0.5)`."
+            )
+        if async_save and isinstance(callback, kinds.ModelCheckpoint) and callback.save_last == "link":
+            raise ValueError(
+                f"`{name}(save_last='link')` links to a checkpoint that is being written: a run that is killed then has"
+                " a last one that is not there. Write `save_last=True`, or leave `async_save` out."
             )
         on_exception = isinstance(callback, kinds.OnExceptionCheckpoint) or (
             isinstance(callback, kinds.ModelCheckpoint) and callback.save_on_exception

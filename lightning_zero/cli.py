@@ -27,7 +27,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         elif args.format == "ckpt":
             export_file(args.checkpoint, args.out)
         else:
-            export_safetensors(args.checkpoint, args.out, int(args.shard_gb * 1e9))
+            prefix = export_safetensors(args.checkpoint, args.out, args.prefix, int(args.shard_gb * 1e9))
+            if prefix:
+                print(f"Names are without {prefix!r}, where this module holds its model.")
     except (CheckpointError, OSError, ImportError, pickle.UnpicklingError) as error:
         print(f"lightning-zero: {error}", file=sys.stderr)
         return 1
@@ -47,6 +49,9 @@ def _parser() -> argparse.ArgumentParser:
         choices=("safetensors", "ckpt"),
         default="safetensors",
         help="safetensors: weights as Hugging Face reads them; ckpt: everything, as DDP writes it",
+    )
+    export.add_argument(
+        "--prefix", help="of names, which safetensors are to be without, as 'model.'; default: all share it"
     )
     export.add_argument("--shard-gb", type=float, default=5.0, help="most GB (1e9 bytes) of a safetensors file")
     return parser

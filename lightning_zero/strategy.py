@@ -27,6 +27,7 @@ from lightning_zero.checkpoint.directory import (
     load_directory,
     named_optimizer_state,
     save_directory,
+    whole_views,
 )
 from lightning_zero.checkpoint.file import load_file, local_path, save_file
 from lightning_zero.checkpoint.one_file import (
@@ -176,7 +177,7 @@ class _ZeROMixin(_DDPStrategy):
         assert self.model is not None and self.lightning_module is not None
         fitting = trainer.state.fn == self._flavour.fitting
         if fitting:
-            refuse_unfit(trainer, self._flavour)
+            refuse_unfit(trainer, self._flavour, self._async_save)
         if fitting and self._layer_sync:
             self.model = self._layer_sync.apply(self.model)
         self.model = self.precision_plugin.convert_module(self.model)
@@ -233,10 +234,12 @@ class _ZeROMixin(_DDPStrategy):
         try:
             self._teardown()
         finally:
-            # Where other ranks may never arrive the process waits as it ends, and not here.
-            if self._saver is not None and not self._interrupted:
-                self._saver.close()
-                self._saver = None
+            saver, self._saver = self._saver, None
+            if saver is not None and self._interrupted:
+                # Lightning is about to kill the processes; other ranks may never arrive.
+                saver.wait_at_most(60)
+            elif saver is not None:
+                saver.close()
 
     def _teardown(self) -> None:
         if self._lightning_module is not None and self._lightning_module._trainer is not None:
@@ -425,20 +428,23 @@ class _ZeROMixin(_DDPStrategy):
                 f"state_dict_type='sharded' writes a directory on a local disk, which {filepath!r} is not. Write"
                 " `ZeROStrategy(state_dict_type='full')`, or a path that all ranks share."
             )
-        if not self._is_sharded:
+        if self._is_sharded:
+            checkpoint = whole_views(checkpoint)
+        else:
             checkpoint = full_values(checkpoint, collectives, keep=self.is_global_zero)
         if path is None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         save = save_directory if self._is_sharded else save_file
-        if not self._async_save:
+        if not self._async_save or self.engine is None:
+            # Nothing goes on beside it after fit, and the next line may read it.
             save(checkpoint, path, collectives)
             return
         if self._saver is None:
-            self._saver = BackgroundSaver(collectives)
+            self._saver = BackgroundSaver(collectives, self._timeout)
         saver = self._saver
         saver.wait()
-        staged = saver.stage(checkpoint)
+        staged = saver.stage(checkpoint) if self._is_sharded or self.is_global_zero else {}
         saver.begin(partial(save, staged, path, saver.collectives))
 
     def remove_checkpoint(self, filepath: Any) -> None:

@@ -9,9 +9,12 @@ What is staged is a copy in host memory, into the same buffers each time, so at 
 from __future__ import annotations
 
 import atexit
+import copy
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -31,14 +34,16 @@ class BackgroundSaver:
     To make it is a collective: the thread communicates over a group of its own, in an order of its own.
 
     Args:
-        collectives: of the ranks that save together.
+        collectives: of the ranks that save together, which are all of the default group.
+        timeout: of a collective in the thread.
     """
 
-    def __init__(self, collectives: Collectives) -> None:
+    def __init__(self, collectives: Collectives, timeout: timedelta | None) -> None:
         self._group: dist.ProcessGroup | None = None
         if collectives.group is not None:
             ranks = dist.get_process_group_ranks(collectives.group)
-            self._group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+            # Named by a count: a name made of its ranks would be that of the one before, which may have gone.
+            self._group = dist.new_group(ranks, timeout, backend="gloo")
         self.collectives = Collectives(self._group, torch.device("cpu"))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="lightning_zero checkpoint")
         self._buffers: list[Tensor] = []
@@ -48,20 +53,30 @@ class BackgroundSaver:
     def stage(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """A copy of ``checkpoint`` that training does not change; sharded tensors stay sharded. What was staged before
         is overwritten: `wait` first."""
-        place = iter(range(1 << 62))
-        staged: dict[str, Any] = tree_map(lambda value: self._staged(value, next(place)), checkpoint)
+        copies: dict[int, Any] = {}
+        staged: dict[str, Any] = tree_map(lambda value: self._staged(value, copies), checkpoint)
         if torch.cuda.is_initialized():
             torch.cuda.current_stream().synchronize()
         return staged
 
-    def _staged(self, value: Any, place: int) -> Any:
+    def _staged(self, value: Any, copies: dict[int, Any]) -> Any:
+        """A copy of ``value``; what is there under several names is so afterwards."""
+        if id(value) not in copies:
+            copies[id(value)] = self._copy(value, len(copies))
+        return copies[id(value)]
+
+    def _copy(self, value: Any, place: int) -> Any:
         if isinstance(value, ShardedTensor):
             return ShardedTensor(self._copied(value.fragment, place), value.slicing)
-        if isinstance(value, Tensor) and not value.is_meta:
-            return self._copied(value.detach(), place)
+        if isinstance(value, Tensor):
+            return value if value.is_meta else self._copied(value.detach(), place)
+        with suppress(Exception):  # what cannot be copied is as it will be when it is written
+            return copy.deepcopy(value)
         return value
 
     def _copied(self, value: Tensor, place: int) -> Tensor:
+        if value.layout is not torch.strided or not torch._prims_common.is_non_overlapping_and_dense_or_false(value):
+            return value.cpu().clone()
         self._buffers.extend([torch.empty(0)] * (place + 1 - len(self._buffers)))
         buffer = self._buffers[place]
         if buffer.shape != value.shape or buffer.dtype != value.dtype or buffer.stride() != value.stride():
@@ -97,6 +112,10 @@ class BackgroundSaver:
         errors = [error for error in [future.exception() for future in pending] if error is not None]
         if errors:
             raise errors[0]
+
+    def wait_at_most(self, seconds: float) -> None:
+        """Until nothing is under way, or so long; where other ranks may have gone it may never end."""
+        wait(self._pending, timeout=seconds)
 
     def close(self) -> None:
         """`wait`, and end the thread and its group: a collective."""

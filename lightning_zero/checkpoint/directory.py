@@ -13,6 +13,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +27,18 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from lightning_zero.checkpoint.replacing import discard, flush, part_of, take_place
+from lightning_zero.checkpoint.replacing import discard, flush, part_of, require_place, take_place
 from lightning_zero.checkpoint.stored import CheckpointError, StoredDirectory
 from lightning_zero.collectives import Collectives
 from lightning_zero.sharded_parameter import ShardedTensor, ShardedView
 
-__all__ = ["is_directory", "load_directory", "named_optimizer_state", "save_directory"]
+__all__ = ["is_directory", "load_directory", "named_optimizer_state", "save_directory", "whole_views"]
 
 _META = "meta.pt"
 _ELSEWHERE = "lightning_zero.tensor"
 """In ``meta.pt`` a dictionary with this key alone stands for a sharded tensor, which the ranks wrote."""
+_OTHERS, _STATES = "lightning_zero.state_dict", "lightning_zero.optimizer_states"
+"""What is no tensor of these two, in ``meta.pt``."""
 
 
 def is_directory(path: Any) -> bool:
@@ -51,6 +54,8 @@ def named_optimizer_state(optimizer: Optimizer, module: nn.Module) -> dict[str, 
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     packed = optimizer.state_dict()
+    if "param_groups" not in packed:  # Lightning's stand-in where there is no optimizer
+        return dict(packed)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     keys = [key for group in packed["param_groups"] for key in group["params"]]
     name_of = {
@@ -74,22 +79,29 @@ def save_directory(checkpoint: Mapping[str, Any], path: Path, collectives: Colle
     Raises:
         CheckpointError: on every rank, if it cannot be written on one.
     """
+    is_first = collectives.rank == 0
     rest = dict(checkpoint)
-    tensors: dict[str, Any] = {"model": rest.pop("state_dict")}
-    tensors |= {f"optimizer_{i}": state for i, state in enumerate(rest.pop("optimizer_states", []))}
+    state_dict, states = rest.pop("state_dict"), rest.pop("optimizer_states", None)
     elsewhere: dict[str, Tensor] = {}
 
-    def moved(value: Tensor) -> dict[str, str]:
+    def moved(value: Any) -> Any:
+        if not isinstance(value, ShardedTensor):
+            return value
         key = f"elsewhere.{len(elsewhere)}"
         elsewhere[key] = value
         return {_ELSEWHERE: key}
 
-    meta = tree_map(lambda value: moved(value) if isinstance(value, ShardedTensor | ShardedView) else value, rest)
-    tensors |= elsewhere
+    # The files know names of tensors, and flatten what is nested: what is no tensor stays as it is in ``meta.pt``.
+    rest[_OTHERS] = {name: value for name, value in state_dict.items() if not isinstance(value, Tensor)}
+    rest[_STATES] = None if states is None else [_split(state, False) for state in states]
+    meta = tree_map(moved, rest)
+    tensors: dict[str, Any] = {"model": {name: v for name, v in state_dict.items() if isinstance(v, Tensor)}}
+    tensors |= {f"optimizer_{i}": _split(state, True) for i, state in enumerate(states or [])}
+    tensors = _own(tensors | elsewhere, is_first)
     part = part_of(path)
-    is_first = collectives.rank == 0
 
     def prepare() -> None:
+        require_place(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         discard(part)
 
@@ -108,10 +120,47 @@ def save_directory(checkpoint: Mapping[str, Any], path: Path, collectives: Colle
         collectives.on_first_rank(complete)
     except (CheckpointException, Exception) as error:
         if is_first:
-            discard(part)
+            with suppress(OSError):
+                discard(part)
         raise CheckpointError(
             f"the checkpoint `{path}` was not written: {error}. One that was there before is as it was."
         ) from error
+
+
+def _split(state: Mapping[str, Any], tensors: bool) -> dict[str, Any]:
+    """Of an optimizer's state what the files hold, or what ``meta.pt`` does."""
+    if "param_groups" not in state:
+        return {} if tensors else dict(state)
+    kept = {
+        name: {key: value for key, value in values.items() if isinstance(value, Tensor) == tensors}
+        for name, values in state["state"].items()
+        if isinstance(values, dict)
+    }
+    others = {} if tensors else {name: v for name, v in state["state"].items() if not isinstance(v, dict)}
+    # Groups are in both: other tools look for them in the files.
+    return {"state": kept | others, "param_groups": state["param_groups"]}
+
+
+def _own(tensors: dict[str, Any], is_first: bool) -> dict[str, Any]:
+    """What this rank writes: its parts, and on rank 0 what is whole on each, as buffers are, which may differ."""
+    found: dict[str, Any] = {}
+    for key, value in tensors.items():
+        if isinstance(value, dict):
+            found[key] = _own(value, is_first)
+        elif isinstance(value, ShardedTensor) and value.numel():
+            found[key] = value
+        elif is_first:
+            # Of nothing nobody has a part.
+            found[key] = torch.empty(value.shape, dtype=value.dtype) if isinstance(value, ShardedTensor) else value
+    return found
+
+
+def whole_views(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """``checkpoint`` with views of sharded tensors, which have no part of their own, whole: a collective."""
+    return tree_map(  # type: ignore[no-any-return]
+        lambda value: value.whole().detach().to("cpu", copy=True) if isinstance(value, ShardedView) else value,
+        dict(checkpoint),
+    )
 
 
 def load_directory(path: Path, weights_only: bool | None) -> dict[str, Any]:
@@ -136,15 +185,28 @@ def load_directory(path: Path, weights_only: bool | None) -> dict[str, Any]:
     state_dict = tree.get("model", tree.get("state_dict"))
     if state_dict is None:
         raise CheckpointError(f"`{path}` holds no model, but {sorted(tree)}.")
-    optimizers = sorted((key for key in tree if re.fullmatch(r"optimizer_\d+", key)), key=lambda key: int(key[10:]))
     checkpoint: dict[str, Any] = tree_map(
         lambda value: tree[value[_ELSEWHERE]] if _is_elsewhere(value) else value, meta, is_leaf=_is_elsewhere
     )
-    checkpoint["state_dict"] = state_dict
-    if optimizers:
-        # An optimizer that has not stepped has no state, and left no trace of that.
-        checkpoint["optimizer_states"] = [{"state": {}, **tree[key]} for key in optimizers]
+    checkpoint["state_dict"] = {**state_dict, **checkpoint.pop(_OTHERS, {})}
+    stored_states = sorted((key for key in tree if re.fullmatch(r"optimizer_\d+", key)), key=lambda key: int(key[10:]))
+    states = checkpoint.pop(_STATES, [tree[key] for key in stored_states] or None)
+    if states is not None:
+        checkpoint["optimizer_states"] = [
+            _merged(state, tree.get(f"optimizer_{number}", {})) for number, state in enumerate(states)
+        ]
     return checkpoint
+
+
+def _merged(state: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `_split`."""
+    if "param_groups" not in state:
+        return dict(state)
+    # An optimizer that has not stepped has no state, and left no trace of that.
+    found = dict(state.get("state", {}))
+    for name, values in stored.get("state", {}).items():
+        found[name] = {**values, **found.get(name, {})}
+    return {**state, "state": found}
 
 
 def _is_elsewhere(value: Any) -> bool:

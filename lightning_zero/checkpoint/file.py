@@ -9,12 +9,13 @@ from __future__ import annotations
 import pickle
 import zipfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lightning_zero.checkpoint.replacing import discard, flush, part_of, take_place
+from lightning_zero.checkpoint.replacing import discard, flush, part_of, require_place, take_place
 from lightning_zero.checkpoint.stored import CheckpointError
 from lightning_zero.collectives import Collectives
 
@@ -35,6 +36,7 @@ def save_file(checkpoint: Mapping[str, Any], path: Path, collectives: Collective
     part = part_of(path)
 
     def write() -> None:
+        require_place(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         discard(part)
         torch.save(dict(checkpoint), part)
@@ -45,7 +47,8 @@ def save_file(checkpoint: Mapping[str, Any], path: Path, collectives: Collective
         collectives.on_first_rank(write)
     except Exception as error:
         if collectives.rank == 0:
-            discard(part)
+            with suppress(OSError):
+                discard(part)
         raise CheckpointError(
             f"the checkpoint `{path}` was not written: {error}. One that was there before is as it was."
         ) from error

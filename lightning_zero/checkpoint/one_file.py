@@ -96,6 +96,11 @@ def load_state_dict(module: nn.Module, state_dict: Mapping[str, Any], strict: bo
     Raises:
         RuntimeError: names or shapes do not match, with all of them and what to do.
     """
+    # These are copied into; modules may keep the rest, as metrics and extra states do.
+    copied = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    copied |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    if not state_dict.keys() <= copied:
+        state_dict = {n: v if n in copied else tree_map(_detached, v) for n, v in state_dict.items()}
     try:
         module.load_state_dict(state_dict, strict=strict)
     except RuntimeError as error:
@@ -113,6 +118,8 @@ def full_optimizer_state(optimizer: Optimizer, keep: bool) -> dict[str, Any]:
         keep: as for `full_state_dict`.
     """
     packed = optimizer.state_dict()
+    if "param_groups" not in packed:  # Lightning's stand-in where there is no optimizer
+        return dict(packed)
     state = {
         key: {name: _full_value(value, keep) for name, value in values.items()} if isinstance(values, dict) else values
         for key, values in packed["state"].items()
@@ -132,6 +139,8 @@ def shard_optimizer_state(optimizer: Optimizer, state_dict: Mapping[str, Any]) -
     Raises:
         ValueError: the groups of ``state_dict`` are not the optimizer's.
     """
+    if "param_groups" not in state_dict:
+        return dict(state_dict)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]
     sizes = [len(group["params"]) for group in optimizer.param_groups]
@@ -151,11 +160,19 @@ def shard_optimizer_state(optimizer: Optimizer, state_dict: Mapping[str, Any]) -
     return {**state_dict, "state": state}
 
 
+def _detached(value: Any) -> Any:
+    """``value`` without the file that it was read from, or is to be."""
+    if isinstance(value, StoredTensor):
+        return value.read()
+    return value.clone() if isinstance(value, Tensor) and not isinstance(value, ShardedTensor) else value
+
+
 def _sharded_value(name: str, value: Any, parameter: Any) -> Any:
-    if not (isinstance(value, Tensor) and isinstance(parameter, ShardedTensor)) or isinstance(value, ShardedTensor):
-        return value.read() if isinstance(value, StoredTensor) else value
-    if name in PER_PARAMETER_SCALARS or value.shape != parameter.shape:
-        return value.read() if isinstance(value, StoredTensor) else value
+    is_part = (
+        isinstance(value, Tensor) and isinstance(parameter, ShardedTensor) and not isinstance(value, ShardedTensor)
+    )
+    if not is_part or name in PER_PARAMETER_SCALARS or value.shape != parameter.shape:
+        return _detached(value)
     if isinstance(value, StoredTensor):
         sharded = parameter.kept(torch.empty(parameter.slicing.own.numel, dtype=value.dtype))
         value.read_into(sharded)

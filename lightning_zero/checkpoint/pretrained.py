@@ -9,9 +9,11 @@ load_pretrained, after      every rank reads its part of each tensor
 from __future__ import annotations
 
 import json
+import pickle
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +67,7 @@ def load_pretrained(module: nn.Module, folder: str | Path, strict: bool = True) 
                     )
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         done: set[int] = set()
+        members = _members(module)
         for name, place in places.items():
             if name not in stored or id(place) in done:
                 continue
@@ -75,7 +78,7 @@ def load_pretrained(module: nn.Module, folder: str | Path, strict: bool = True) 
                 with torch.no_grad():
                     place.copy_(stored[name].get_tensor(name))
             elif rank == 0:
-                _give_values(module, place, stored[name].get_tensor(name).to(place.dtype))
+                _give_values(members[id(place)], place, stored[name].get_tensor(name).to(place.dtype))
         if rank == 0:
             _initialize_buffers(module)
 
@@ -108,7 +111,8 @@ def _require_names(places: dict[str, Tensor], stored: dict[str, Any], strict: bo
     if strict and (missing or unknown):
         raise CheckpointError(
             f"`{folder}` lacks {missing[:5]} and has {unknown[:5]} besides, {len(missing)} and {len(unknown)} names."
-            " Give the part of the module that was saved, as `load_pretrained(self.model, folder)`, or `strict=False`."
+            " Give the part of the module that was saved, as `load_pretrained(self.model, folder)`; where Hugging Face"
+            " renames weights as it loads them, call `from_pretrained` in `configure_model`."
         )
 
 
@@ -120,15 +124,23 @@ def _read_fragment(place: ShardedTensor, file: Any, name: str) -> None:
             piece_at(MetadataIndex(name, torch.Size(box.offsets)), place.slicing, place.fragment).copy_(piece)
 
 
-def _give_values(module: nn.Module, place: Tensor, value: Tensor) -> None:
-    """``value`` wherever ``place``, which has none, is: tied weights stay tied."""
-    filled = nn.Parameter(value, place.requires_grad) if isinstance(place, nn.Parameter) else value
+def _members(module: nn.Module) -> dict[int, list[tuple[dict[str, Any], str]]]:
+    """Where each parameter and buffer is: tied ones are in several places."""
+    found: dict[int, list[tuple[dict[str, Any], str]]] = {}
     for part in module.modules():
         kept: Any
         for kept in (part._parameters, part._buffers):
             for attribute, member in kept.items():
-                if member is place:
-                    kept[attribute] = filled
+                if member is not None:
+                    found.setdefault(id(member), []).append((kept, attribute))
+    return found
+
+
+def _give_values(members: list[tuple[dict[str, Any], str]], place: Tensor, value: Tensor) -> None:
+    """``value`` wherever ``place``, which has none, is."""
+    filled = nn.Parameter(value, place.requires_grad) if isinstance(place, nn.Parameter) else value
+    for kept, attribute in members:
+        kept[attribute] = filled
 
 
 def _initialize_buffers(module: nn.Module) -> None:
@@ -142,16 +154,35 @@ def _initialize_buffers(module: nn.Module) -> None:
             buffer = part._buffers.get(name)
             if buffer is None or not buffer.is_meta:
                 continue
-            unset = float("nan") if buffer.is_floating_point() else 0
-            part._buffers[name] = torch.full(buffer.shape, unset, dtype=buffer.dtype)
-            owner = _initializer(module, prefix)
-            if owner is not None:
-                owner(part)
-            if not buffer.is_floating_point() or bool(part._buffers[name].isnan().any()):
+            part._buffers[name] = torch.full(buffer.shape, _unset(buffer.dtype), dtype=buffer.dtype)
+            initialize = _initializer(module, prefix)
+            if initialize is not None:
+                # It may draw weights of the part anew.
+                own = [(value, value.detach().clone()) for value in _values_of(part, name)]
+                initialize(part)
+                for value, values in own:
+                    value.data.copy_(values)
+            if _is_unset(part._buffers[name]):
                 raise CheckpointError(
                     f"the buffer `{prefix}.{name}` is in no file, and on the meta device. Build the model on rank 0"
                     " without `torch.device('meta')`, so that it is computed."
                 )
+
+
+def _values_of(part: nn.Module, but: str) -> list[Tensor]:
+    members = (*part._parameters.items(), *part._buffers.items())
+    return [value for name, value in members if value is not None and name != but and not value.is_meta]
+
+
+def _unset(dtype: torch.dtype) -> Any:
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return True if dtype is torch.bool else torch.iinfo(dtype).min
+
+
+def _is_unset(buffer: Any) -> bool:
+    unset = _unset(buffer.dtype)
+    return bool((buffer.isnan() if unset != unset else buffer == unset).any())
 
 
 def _initializer(module: nn.Module, name: str) -> Any:
@@ -173,10 +204,11 @@ def from_pretrained_once(collectives: Collectives) -> Iterator[None]:
     The others build it from rank 0's configuration, on ``meta``, and call nothing of the hub. It is a collective on all
     ranks, as each call in it is.
     """
-    transformers = sys.modules.get("transformers.modeling_utils")
-    if transformers is None or collectives.group is None:
+    if "transformers" not in sys.modules or collectives.group is None:
         yield
         return
+    # Its parts are imported when they are asked for, which may be in `configure_model`.
+    transformers: Any = import_module("transformers.modeling_utils")
     kind: Any = transformers.PreTrainedModel
     own = vars(kind)["from_pretrained"]
     inside = [False]
@@ -210,33 +242,50 @@ def _loaded_once(load: Any, args: Any, kwargs: dict[str, Any], collectives: Coll
             " build the model from its configuration and call `lightning_zero.load_pretrained(self.model, folder)`."
         )
     model: Any = None
+    told = b""
     error: Exception | None = None
-    told: Any = None
-    if collectives.rank == 0:
-        try:
+    try:
+        if collectives.rank == 0:
             model = load(*args, **kwargs)
             generation = getattr(model, "generation_config", None)
-            told = type(model), model.config, generation, model.training, _layout(model)
-        except Exception as caught:
-            error = caught
+            told = pickle.dumps((type(model), model.config, generation, model.training, _layout(model)))
+    except Exception as caught:
+        error = caught
     if collectives.on_any_rank(error is not None):
         raise error or CheckpointError("`from_pretrained` failed on rank 0, which says why.")
-    kind, config, generation, training, layout = collectives.broadcast_object(told)
-    differs = False
-    if model is None:
-        with torch.device("meta"):
-            model = kind._from_config(config)
-        if generation is not None:
-            model.generation_config = generation
-        model.train(training)
-        _give_dtypes(model, layout)
-        differs = _layout(model) != layout
-    if collectives.on_any_rank(differs):
+    told = collectives.broadcast_object(told)
+    try:
+        if model is None:
+            model = _built_again(told)
+    except Exception as caught:
+        error = caught
+    if collectives.on_any_rank(error is not None):
         raise CheckpointError(
-            f"a {type(model).__name__} cannot be built again from its configuration alone: names, shapes or ties of its"
-            " parameters and buffers differ. Build it yourself, and call `lightning_zero.load_pretrained(self.model,"
-            " folder)`."
-        )
+            f"what `from_pretrained` loaded on rank 0 cannot be built from its configuration alone{_because(error)}."
+            " Build it yourself, and call `lightning_zero.load_pretrained(self.model, folder)`."
+        ) from error
+    return model
+
+
+def _because(error: Exception | None) -> str:
+    return f": {error}" if error is not None else " on another rank, which says why"
+
+
+def _built_again(told: bytes) -> Any:
+    """Rank 0's model without its values.
+
+    Raises:
+        ValueError: it is another one.
+    """
+    kind, config, generation, training, layout = pickle.loads(told)
+    with torch.device("meta"):
+        model = kind._from_config(config)
+    if generation is not None:
+        model.generation_config = generation
+    model.train(training)
+    _give_dtypes(model, layout)
+    if _layout(model) != layout:
+        raise ValueError("names, shapes or ties of parameters and buffers differ")
     return model
 
 

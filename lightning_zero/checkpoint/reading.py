@@ -85,21 +85,37 @@ def export_file(source: Path, out: Path) -> None:
         save_file(tree_map(mapped, checkpoint), out, Collectives(None, torch.device("cpu")))
 
 
-def export_safetensors(source: Path, folder: Path, shard_bytes: int = 5 * 10**9) -> None:
+def export_safetensors(source: Path, folder: Path, prefix: str | None = None, shard_bytes: int = 5 * 10**9) -> str:
     """Write the weights of the checkpoint at ``source`` to ``folder`` as Hugging Face lays them out.
 
     Args:
+        prefix: the part of the module that is exported, as "model."; default: the first part of their names, if it is
+            that of all weights, as it is where a LightningModule holds one model.
         shard_bytes: most bytes of a file, of which one is in memory at a time.
 
+    Returns:
+        the prefix, which names in ``folder`` do not have.
+
     Raises:
-        CheckpointError: ``source`` cannot be read.
+        CheckpointError: ``source`` cannot be read, or has no such names.
         ImportError: ``safetensors`` is not installed.
     """
     from safetensors.torch import save_file as save_safetensors
 
     weights = {n: v for n, v in open_checkpoint(source)["state_dict"].items() if isinstance(v, Tensor)}
+    if prefix is None:
+        firsts = (
+            {name.partition(".")[0] for name in weights if "." in name} if all("." in n for n in weights) else set()
+        )
+        prefix = f"{firsts.pop()}." if len(firsts) == 1 else ""
+    weights = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
+    if not weights:
+        raise CheckpointError(f"`{source}` has no weight whose name begins with {prefix!r}.")
     files = list(_in_files(weights, shard_bytes))
     folder.mkdir(parents=True, exist_ok=True)
+    # Of an export before this one nothing may be left that a reader would take for a part of it.
+    for stale in (*folder.glob("model*.safetensors"), folder / "model.safetensors.index.json"):
+        stale.unlink(missing_ok=True)
     index: dict[str, str] = {}
     for number, names in enumerate(files, start=1):
         name = "model.safetensors" if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
@@ -108,6 +124,7 @@ def export_safetensors(source: Path, folder: Path, shard_bytes: int = 5 * 10**9)
     if len(files) > 1:
         total = {"metadata": {"total_size": _nbytes(weights)}, "weight_map": index}
         (folder / "model.safetensors.index.json").write_text(json.dumps(total, indent=2) + "\n")
+    return prefix
 
 
 def _in_files(weights: Mapping[str, Tensor], shard_bytes: int) -> Iterator[list[str]]:

@@ -1,27 +1,40 @@
 """A checkpoint takes its name when it is complete; until then what had the name before keeps it.
 
-    write PATH.part   ->   flush it to the disk   ->   PATH.part becomes PATH, at once   ->   what was PATH goes
+    write a part   ->   flush it to the disk   ->   it gets the name, at once   ->   what had the name goes
 
-A run that is killed leaves a ``.part`` behind, which the next one that writes the same checkpoint overwrites.
+A run that is killed leaves a hidden part behind, which the next one that writes the same checkpoint overwrites.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import hashlib
 import os
 import shutil
 import sys
+import warnings
 from pathlib import Path
 
-__all__ = ["discard", "flush", "part_of", "take_place"]
+__all__ = ["discard", "flush", "part_of", "require_place", "take_place"]
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 def part_of(path: Path) -> Path:
     """Where the checkpoint ``path`` is written until it is complete."""
-    return path.with_name(f"{path.name}.part")
+    # Without its name: who looks for checkpoints by a part of their names must not find this.
+    return path.with_name(f".{hashlib.sha1(os.fsencode(path.name)).hexdigest()[:12]}.part")
+
+
+def require_place(path: Path) -> None:
+    """See that nothing but a checkpoint would make room for ``path``.
+
+    Raises:
+        IsADirectoryError: it is a folder with something else in it.
+    """
+    if path.is_dir() and not path.is_symlink() and not (path / ".metadata").is_file() and any(path.iterdir()):
+        raise IsADirectoryError(f"it is a folder, and no checkpoint. Name a file in it, as `{path / 'last.ckpt'}`")
 
 
 def discard(path: Path) -> None:
@@ -37,6 +50,10 @@ def flush(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        # Some file systems flush no directories.
+        if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
+            raise
     finally:
         os.close(descriptor)
 
@@ -49,7 +66,10 @@ def take_place(part: Path, path: Path) -> None:
         return
     _exchange(part, path)
     flush(path.parent)
-    discard(part)
+    try:
+        discard(part)
+    except OSError as error:
+        warnings.warn(f"What `{path}` replaced could not be removed from `{part}`: {error}", stacklevel=2)
 
 
 def _exchange(part: Path, path: Path) -> None:

@@ -24,6 +24,8 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.utils._pytree import tree_map_only
 
+from lightning_zero.sharded_parameter import ShardedTensor
+
 __all__ = ["CheckpointError", "StoredDirectory", "StoredTensor"]
 
 _aten = torch.ops.aten
@@ -108,11 +110,13 @@ class StoredTensor(Tensor):
 
     directory: StoredDirectory
     key: str
+    value: Tensor | None
+    """What it is since someone wrote into it."""
 
     @staticmethod
     def __new__(cls, directory: StoredDirectory, key: str, entry: TensorStorageMetadata) -> StoredTensor:
         made: StoredTensor = Tensor._make_wrapper_subclass(cls, entry.size, dtype=entry.properties.dtype)
-        made.directory, made.key = directory, key
+        made.directory, made.key, made.value = directory, key, None
         return made
 
     def __init__(self, directory: StoredDirectory, key: str, entry: TensorStorageMetadata) -> None:
@@ -120,13 +124,20 @@ class StoredTensor(Tensor):
 
     def read(self) -> Tensor:
         """The whole tensor, on the host."""
+        if self.value is not None:
+            return self.value
         whole = torch.empty(self.shape, dtype=self.dtype)
         self.read_into(whole)
         return whole
 
     def read_into(self, out: Tensor) -> None:
         """Read what ``out`` has room for: all, or a rank's fragment; it has the same shape."""
-        self.directory.read({self.key: out})
+        if self.value is None:
+            self.directory.read({self.key: out})
+        elif isinstance(out, ShardedTensor):
+            out.store(self.value)
+        else:
+            out.copy_(self.value)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -140,8 +151,14 @@ class StoredTensor(Tensor):
                 return out
         if func is _aten.detach.default:
             return args[0]
+        if func._schema.is_mutable or any(result.alias_info is not None for result in func._schema.returns):
+            # It is written, or a view of it may be: from now on that is its value.
+            tree_map_only(cls, cls._keep, (args, kwargs or {}))
         args, kwargs = tree_map_only(cls, cls.read, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+    def _keep(self) -> None:
+        self.value = self.read()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"StoredTensor({self.key!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
