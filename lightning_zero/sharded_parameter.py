@@ -187,9 +187,17 @@ class ShardedTensor(torch.Tensor):
 
     def kept(self, fragment: Tensor) -> ShardedTensor:
         """A tensor like this one of a copy of ``fragment``, which is to be kept: it rests where this one does."""
+        return self.like(self._room(fragment.dtype).copy_(fragment))
+
+    def empty_kept(self, dtype: torch.dtype) -> ShardedTensor:
+        """As `kept`, with arbitrary values."""
+        return self.like(self._room(dtype))
+
+    def _room(self, dtype: torch.dtype) -> Tensor:
+        numel = self._slicing.own.numel
         if self._lane is None:
-            return self.like(fragment.to(self.device, copy=True))
-        return self.like(self._lane.allocate(fragment.numel(), fragment.dtype).copy_(fragment))
+            return torch.empty(numel, dtype=dtype, device=self.device)
+        return self._lane.allocate(numel, dtype)
 
     # The protocol of torch.distributed.checkpoint: files hold the whole tensor in pieces, whoever has them.
 

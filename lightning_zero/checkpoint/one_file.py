@@ -174,7 +174,7 @@ def _sharded_value(name: str, value: Any, parameter: Any) -> Any:
     if not is_part or name in PER_PARAMETER_SCALARS or value.shape != parameter.shape:
         return _detached(value)
     if isinstance(value, StoredTensor):
-        sharded = parameter.kept(torch.empty(parameter.slicing.own.numel, dtype=value.dtype))
+        sharded: ShardedTensor = parameter.empty_kept(value.dtype)
         value.read_into(sharded)
         return sharded
     return parameter.kept(parameter.slicing.cut(value))
