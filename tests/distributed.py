@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import os
 import pickle
 import tempfile
@@ -22,6 +23,7 @@ TIMEOUT = 60.0
 def _rank_main(
     rank: int, world_size: int, store: str, function: Callable[..., Any], args: tuple[Any, ...], pipe: Any
 ) -> None:
+    gc.freeze()  # a collection would touch, and so copy, every page of the parent
     torch.set_num_threads(1)
     try:
         timeout = datetime.timedelta(seconds=20)

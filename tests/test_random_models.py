@@ -23,7 +23,7 @@ from random_models import on_rank as train_on_rank
 from rank_pool import RankPool
 from torch import Tensor
 
-EXAMPLES = 100
+EXAMPLES = 80
 LEAST_SHARE = 0.3
 """Each of these is in at least this part of the examples."""
 
