@@ -119,12 +119,6 @@ def loader(batches: Batches) -> DataLoader[Any]:
 # Running
 
 
-def private_bytes() -> int:
-    """Memory of this process alone, in bytes: pages of files are everybody's."""
-    found = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return sum(int(line.split()[1]) * 1024 for line in found if line.startswith(("Private_Dirty", "Swap:")))
-
-
 @dataclass
 class Run:
     """What one rank, or the twin, saw of a fit."""
