@@ -8,6 +8,8 @@
     python examples/checkpoint_benchmark.py --width 512
 
 Rounds are interleaved; a time ends when all ranks have finished. Files are in the page cache when they are read.
+Beside each time stands the most memory that a process took on top of what it had, in one more round, as to look
+takes time: private pages, so pages of mapped files do not count.
 """
 
 import argparse
@@ -17,6 +19,7 @@ import shlex
 import shutil
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from importlib.metadata import version
@@ -65,6 +68,8 @@ class Bench(Model):
         super().__init__(args.width)
         self.rounds, self.folder = args.rounds, folder
         self.seconds: dict[str, list[float]] = {}
+        self.peaks: dict[str, float] = {}
+        self.looks = False
 
     def on_train_end(self) -> None:
         whole = {
@@ -76,7 +81,8 @@ class Bench(Model):
             for kind, values in whole.items()
         }
         paths = {form: self.folder / form for form in ("file", "directory", "torch", "dcp")}
-        for _ in range(self.rounds):
+        for number in range(self.rounds + 1):
+            self.looks = number == 0
             if self.global_rank == 0:
                 for path in paths.values():
                     shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
@@ -92,14 +98,25 @@ class Bench(Model):
         if self.global_rank == 0:
             print(f"\n{nbytes / 1e6:,.0f} MB of weights and moments, {self.trainer.world_size} ranks")
             for name, seconds in self.seconds.items():
-                print(f"{name:<16}{median(seconds):8.3f} s   ({min(seconds):.3f} - {max(seconds):.3f})")
+                spread = f"({min(seconds):.3f} - {max(seconds):.3f})"
+                first, others = (f"{self.peaks[f'{name} {rank}'] / 1e6:,.0f} MB" for rank in ("0", "others"))
+                print(f"{name:<16}{median(seconds):8.3f} s   {spread:<18}{first:>10} on rank 0, {others} on another")
 
     def timed(self, name: str, work: Callable[[], Any]) -> None:
         dist.barrier()
-        started = time.perf_counter()
-        work()
-        dist.barrier()
-        self.seconds.setdefault(name, []).append(time.perf_counter() - started)
+        if not self.looks:
+            started = time.perf_counter()
+            work()
+            dist.barrier()
+            self.seconds.setdefault(name, []).append(time.perf_counter() - started)
+            return
+        with Peak() as peak:
+            work()
+            dist.barrier()
+        taken = [torch.zeros(()) for _ in range(self.trainer.world_size)]
+        dist.all_gather(taken, torch.tensor(float(peak.nbytes)))
+        for place, nbytes in (("0", taken[0]), ("others", max(taken[1:], default=taken[0]))):
+            self.peaks[f"{name} {place}"] = float(nbytes)
 
     def save(self, path: Path, form: str) -> None:
         strategy: Any = self.trainer.strategy
@@ -116,6 +133,29 @@ class Bench(Model):
                 torch.save(whole, file)
                 file.flush()
                 os.fsync(file.fileno())  # as the others do
+
+
+class Peak(threading.Thread):
+    """Most private memory of this process in a block, bytes above that at its beginning."""
+
+    def __enter__(self) -> "Peak":
+        self.ended = threading.Event()
+        self.begun, self.nbytes = self.private(), 0
+        self.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.ended.set()
+        self.join()
+
+    def run(self) -> None:
+        while not self.ended.wait(0.01):
+            self.nbytes = max(self.nbytes, self.private() - self.begun)
+
+    @staticmethod
+    def private() -> int:
+        with open("/proc/self/smaps_rollup") as file:
+            return sum(int(line.split()[1]) * 1024 for line in file if line.startswith(("Private_Dirty", "Swap:")))
 
 
 def main() -> None:

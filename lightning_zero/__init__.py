@@ -9,6 +9,7 @@ from torch._dynamo import trace_rules
 
 from lightning_zero.activation import ActivationPolicy, OffloadActivations, Recompute, Selective
 from lightning_zero.activation_bytes import activation_bytes
+from lightning_zero.checkpoint.hugging_face import save_pretrained
 from lightning_zero.checkpoint.pretrained import load_pretrained
 from lightning_zero.checkpoint.stored import CheckpointError
 from lightning_zero.gathering import gathered
@@ -41,6 +42,7 @@ __all__ = [
     "moved_bytes",
     "no_sync",
     "planned_bytes",
+    "save_pretrained",
     "shard",
     "unshard",
 ]

@@ -139,6 +139,9 @@ class Collectives:
     def _begin(self, purpose: str, tensor: Tensor, times: int = 1) -> None:
         if purpose not in ("gather", "lockstep") and self.meet is not None:
             self.meet(purpose)
+        self._count(purpose, tensor, times)
+
+    def _count(self, purpose: str, tensor: Tensor, times: int = 1) -> None:
         self.calls[purpose] += 1
         self.payload[purpose] += times * tensor.numel()
         self.nbytes[purpose] += times * tensor.numel() * tensor.element_size()
@@ -161,6 +164,37 @@ class Collectives:
             chunks[self.rank].copy_(shard)
         # Each pair of ranks exchanges directly: on loopback 0.6 of the time of gloo's all-gather, half of its CPU time.
         return Pending(self._exchange(lambda peer: shard, lambda peer: chunks[peer]))
+
+    def gather_on_first(self, whole: Tensor | None, part: Tensor, bounds: Sequence[tuple[int, int]]) -> None:
+        """Rank 0 puts together what ranks have; the others receive nothing, and need no memory for it.
+
+        A rank counts what it sends.
+
+        Args:
+            whole: shape (n,), on rank 0 alone.
+            part: this rank's elements.
+            bounds: where each rank's elements go in ``whole``, first and last but one; of nothing nothing is sent.
+        """
+        if self.group is None:
+            assert whole is not None
+            whole[slice(*bounds[0])] = part
+            return
+        if self.meet is not None:
+            self.meet("checkpoint")
+        works: list[Any] = []
+        if whole is None and part.numel():
+            self._count("checkpoint", part)
+            works = [dist.isend(part, group=self.group, tag=_TAG, group_dst=0)]
+        elif whole is not None:
+            works = [
+                dist.irecv(whole[start:stop], group=self.group, tag=_TAG, group_src=peer)
+                for peer, (start, stop) in enumerate(bounds)
+                if peer and stop > start
+            ]
+            whole[slice(*bounds[0])] = part
+        with self.watch.waiting_for("the other ranks' parts of a checkpoint"):
+            for work in works:
+                work.wait()
 
     def _exchange(self, send: Callable[[int], Tensor], receive: Callable[[int], Tensor]) -> list[Any]:
         """Begin to send ``send(peer)`` to each other rank and to receive ``receive(peer)`` from it."""

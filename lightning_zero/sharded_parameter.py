@@ -86,7 +86,8 @@ _raw_requires_grad = cast(Any, torch.Tensor.requires_grad)
 def _refuse(name: str, action: str) -> NoReturn:
     raise RawMemoryError(
         f"`{name}` is sharded: this rank holds a fragment, so {action} has no memory to read."
-        " Read it whole on every rank: `with lightning_zero.gathered(module): ...`."
+        " Read it whole on every rank: `with lightning_zero.gathered(module): ...`. A Hugging Face model is written by"
+        " all ranks together: `lightning_zero.save_pretrained(module, folder)`."
     )
 
 
@@ -168,6 +169,13 @@ class ShardedTensor(torch.Tensor):
             return value
         self._lane.relax()
         return value.to(self.device)
+
+    def whole_on_first(self) -> Tensor | None:
+        """The whole main value on rank 0, in memory of its own, and ``None`` on the others: a collective."""
+        value = self._slicing.assemble_on_first(self.fragment)
+        if self._lane is not None:
+            self._lane.relax()
+        return value
 
     def local_whole(self) -> Tensor | None:
         """The whole value if no collective is needed for it."""

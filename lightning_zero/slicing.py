@@ -83,3 +83,14 @@ class Slicing:
         chunks = received.view(len(self.fragments), longest)
         flat = torch.cat([chunk[: piece.numel] for chunk, piece in zip(chunks, self.fragments, strict=True)])
         return self.shape_up(flat.to(fragment.device))
+
+    def assemble_on_first(self, fragment: Tensor) -> Tensor | None:
+        """As `assemble`, on rank 0 alone, in memory of its own; ``None`` on the others."""
+        is_first = self.collectives.rank == 0
+        if self.replicated:
+            return self.shape_up(fragment).clone() if is_first else None
+        device = self.collectives.device
+        flat = torch.empty(self.numel, dtype=fragment.dtype, device=device) if is_first else None
+        bounds = [(piece.start, piece.stop) for piece in self.fragments]
+        self.collectives.gather_on_first(flat, fragment.to(device), bounds)
+        return None if flat is None else self.shape_up(flat)

@@ -29,7 +29,7 @@ from lightning_zero.checkpoint.directory import (
     save_directory,
     whole_views,
 )
-from lightning_zero.checkpoint.file import load_file, local_path, save_file
+from lightning_zero.checkpoint.file import load_file, save_file
 from lightning_zero.checkpoint.one_file import (
     full_optimizer_state,
     full_state_dict,
@@ -37,6 +37,7 @@ from lightning_zero.checkpoint.one_file import (
     load_state_dict,
     shard_optimizer_state,
 )
+from lightning_zero.checkpoint.places import is_local
 from lightning_zero.checkpoint.pretrained import from_pretrained_once
 from lightning_zero.collectives import Collectives
 from lightning_zero.compiled import compile_options
@@ -381,7 +382,7 @@ class _ZeROMixin(_DDPStrategy):
                 " Resume from the last one: `trainer.fit(model, ckpt_path='last')`."
             )
         state_dict: dict[str, Any] = self.lightning_module.state_dict()
-        return state_dict if self._is_sharded else full_state_dict(state_dict, keep=self.is_global_zero)
+        return state_dict if self._is_sharded else full_state_dict(state_dict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         optimizer = getattr(optimizer, "_optimizer", optimizer)
@@ -390,7 +391,7 @@ class _ZeROMixin(_DDPStrategy):
         if self._is_sharded:
             assert self.lightning_module is not None
             return named_optimizer_state(optimizer, self.lightning_module)
-        return full_optimizer_state(optimizer, keep=self.is_global_zero)
+        return full_optimizer_state(optimizer)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
@@ -418,21 +419,20 @@ class _ZeROMixin(_DDPStrategy):
             optimizer.load_state_dict(shard_optimizer_state(optimizer, state))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        path = local_path(self.broadcast(filepath))
+        path = self.broadcast(filepath)
         # After fit the module is whole, and the optimizer's state is sharded yet.
         collectives = self.engine.collectives if self.engine is not None else Collectives.of(None, self.root_device)
-        if storage_options is not None or not (self._is_sharded or self._writes_files):
-            path = None
-        if self._is_sharded and path is None:
+        by_others = storage_options is not None or not self._writes_files
+        if self._is_sharded and by_others:
             raise ValueError(
-                f"state_dict_type='sharded' writes a directory on a local disk, which {filepath!r} is not. Write"
-                " `ZeROStrategy(state_dict_type='full')`, or a path that all ranks share."
+                "state_dict_type='sharded' writes a directory itself, where neither `storage_options` nor another"
+                " `checkpoint_io` has a say. Write `ZeROStrategy(state_dict_type='full')`."
             )
         if self._is_sharded:
             checkpoint = whole_views(checkpoint)
         else:
-            checkpoint = full_values(checkpoint, collectives, keep=self.is_global_zero)
-        if path is None:
+            checkpoint = full_values(checkpoint, collectives)
+        if by_others or not (self._is_sharded or is_local(path)):
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         save = save_directory if self._is_sharded else save_file
@@ -455,12 +455,11 @@ class _ZeROMixin(_DDPStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         if self._saver is not None:
             self._saver.wait()
-        path = local_path(checkpoint_path)
-        if path is not None and is_directory(path):
-            return load_directory(path, weights_only)
-        if path is None or not self._writes_files:
+        if is_directory(checkpoint_path):
+            return load_directory(checkpoint_path, weights_only)
+        if not (is_local(checkpoint_path) and self._writes_files):
             return super().load_checkpoint(checkpoint_path, weights_only)
-        return load_file(path, weights_only)
+        return load_file(checkpoint_path, weights_only)
 
     @property
     def _writes_files(self) -> bool:

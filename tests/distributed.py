@@ -15,6 +15,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map
+
+from lightning_zero.sharded_parameter import ShardedTensor
 
 TIMEOUT = 60.0
 """Seconds after which ranks count as hanging."""
@@ -82,3 +85,8 @@ def _collect(pipes: list[Any]) -> list[Any]:
             results[rank] = result
             waiting.discard(rank)
     return results
+
+
+def whole_values(tree: Any) -> Any:
+    """``tree`` with the whole value of each sharded tensor, on every rank: a collective."""
+    return tree_map(lambda value: value.whole().clone() if isinstance(value, ShardedTensor) else value, tree)

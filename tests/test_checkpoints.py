@@ -23,7 +23,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from counting import peak
-from distributed import run_ranks
+from distributed import run_ranks, whole_values
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.registry import register_implementation
 from lightning.fabric.utilities.load import _load_distributed_checkpoint
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
@@ -44,9 +46,8 @@ from torch.utils.data import DataLoader
 
 import lightning_zero
 from lightning_zero import CheckpointError, ZeROStrategy
-from lightning_zero.checkpoint import directory, file, replacing
+from lightning_zero.checkpoint import directory, file, places, replacing
 from lightning_zero.checkpoint.directory import is_directory
-from lightning_zero.checkpoint.one_file import full_optimizer_state, full_state_dict
 from lightning_zero.checkpoint.stored import StoredTensor
 
 FORMS = ("full", "sharded")
@@ -163,7 +164,7 @@ class Seen(Callback):
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         with lightning_zero.gathered(module):
             self.weights = {name: value.detach().clone() for name, value in module.state_dict().items()}
-        self.state = copy.deepcopy(full_optimizer_state(trainer.optimizers[0], keep=True))
+        self.state = copy.deepcopy(whole_values(trainer.optimizers[0].state_dict()))
 
 
 def resumed(way: str, paths: list[Path]) -> list[list[tuple[dict[str, Tensor], Any, list[float]]]]:
@@ -449,7 +450,7 @@ def waiting(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
             time.sleep(0.005)
         own(part, path)
 
-    for module in (file, directory):
+    for module in (file, places):
         monkeypatch.setattr(module, "take_place", take_place)
 
 
@@ -473,7 +474,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
             else:
                 events.append("complete" if (tmp_path / f"{step - 1}.ckpt").exists() else "begun")
                 trainer.strategy.remove_checkpoint(tmp_path / f"{step - 1}.ckpt")
-            module.expected[step] = full_state_dict(module.state_dict(), keep=True)  # type: ignore[operator,index]
+            module.expected[step] = whole_values(module.state_dict())  # type: ignore[operator,index]
 
     def on_rank(rank: int) -> tuple[list[str], bool, list[str]]:
         waiting(monkeypatch, tmp_path)
@@ -776,3 +777,96 @@ def test_writing_and_reading_hold_no_more_than_they_must(form: str, tmp_path: Pa
         assert reading <= PSI + (0 if form == "full" else UNIT) + 4096
         # Into the module, which is there.
         assert weights <= (0 if form == "full" else UNIT) + 4096
+
+
+# On a file system of fsspec
+
+
+class Remote(LocalFileSystem):
+    """A disk, of which Lightning does not know that it is local."""
+
+    protocol = ("remote",)
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> str:
+        return super()._strip_protocol(str(path).removeprefix("remote://"))  # type: ignore[no-any-return]
+
+
+register_implementation("remote", Remote)
+
+
+class Names(Callback):
+    """Saves under one name after each step, as `save_last` does."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        trainer.save_checkpoint(self.url)
+
+
+def test_a_directory_on_a_remote_file_system(tmp_path: Path) -> None:
+    """Written twice under one name, kept by `save_top_k`, and gone on from: losses are those of a straight run."""
+    url = f"remote://{tmp_path}/remote"
+
+    def on_rank(rank: int) -> list[float]:
+        keeps = ModelCheckpoint(
+            dirpath=url, filename="{step}", save_top_k=1, monitor="step", mode="max", every_n_train_steps=1
+        )
+        strategy = ZeROStrategy(3, state_dict_type="sharded")
+        module = built()
+        with launched(rank):
+            trainer = make_trainer(strategy, 2, callbacks=[Names(f"{url}/same.ckpt"), keeps], enable_checkpointing=True)
+            trainer.fit(module, data(rank, 2))
+        module = Net()
+        with launched(rank):
+            trainer = make_trainer(ZeROStrategy(1), 2, max_epochs=2)
+            trainer.fit(module, data(rank, 2), ckpt_path=f"{url}/same.ckpt")
+        return module.losses
+
+    losses = run_ranks(2, on_rank)
+    folder = tmp_path / "remote"
+    assert sorted(path.name for path in folder.iterdir()) == ["same.ckpt", "step=2.ckpt"]
+    assert all(is_directory(path) for path in folder.iterdir())
+    mean = torch.tensor(losses, dtype=torch.float64).mean(0)
+    torch.testing.assert_close(mean.tolist(), losses_of_a_straight_run()[2:], rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("call", ["mv", "rm", "makedirs"])
+def test_a_remote_directory_that_is_not_finished_does_not_look_so(call: str, tmp_path: Path) -> None:
+    """Wherever a call of the file system fails, what lies at the name or beside it is a whole checkpoint."""
+    url = f"remote://{tmp_path}/x.ckpt"
+    own = getattr(Remote, call)
+
+    def on_rank(rank: int) -> int:
+        module = lightning_zero.shard(built(), stage=3)
+        sharded = {"state_dict": module.state_dict()}
+        collectives = lightning_zero.engine.engine_of(module).collectives
+        directory.save_directory(sharded, url, collectives)
+        failures = 0
+        for fails_at in range(30):
+            calls = iter(range(1 << 30))
+
+            def failing(*args: Any, calls: Any = calls, fails_at: int = fails_at, **kwargs: Any) -> Any:
+                if next(calls) == fails_at and rank == 0:
+                    raise OSError("the net is gone")
+                return own(*args, **kwargs)
+
+            setattr(Remote, call, failing)
+            try:
+                directory.save_directory(sharded, url, collectives)
+                failed = False
+            except CheckpointError as error:
+                assert "x.ckpt" in str(error)
+                failed = True
+            setattr(Remote, call, own)
+            whole = [path for path in (tmp_path / "x.ckpt", tmp_path / "x.ckpt.old") if is_directory(path)]
+            assert whole, (call, fails_at)
+            for path in whole if rank == 0 else ():  # which begins the next save
+                for value in directory.load_directory(path, True)["state_dict"].values():
+                    value.read()
+            directory.save_directory(sharded, url, collectives)
+            failures += failed
+        return failures
+
+    assert min(run_ranks(2, on_rank)) > 0

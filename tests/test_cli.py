@@ -42,7 +42,7 @@ def test_inspect_tells_names_shapes_sizes_and_who_wrote_it(
     assert main(["inspect", str(path)]) == 0
     text = capsys.readouterr().out
     state = module.state_dict()
-    assert ("a directory, written in parts" if path.is_dir() else "one file") in text
+    assert ("a directory, written by 2 ranks" if path.is_dir() else "one file") in text
     assert "global_step: 2" in text and "pytorch-lightning_version: " in text
     (line,) = (line for line in text.splitlines() if line.startswith("embed.weight"))
     assert line.split() == ["embed.weight", "11x5", "float32", "220", "bytes"]

@@ -56,6 +56,7 @@ PUBLIC = [
     "moved_bytes",
     "no_sync",
     "planned_bytes",
+    "save_pretrained",
     "shard",
     "unshard",
 ]

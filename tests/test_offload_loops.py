@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from distributed import whole_values
 from offloading import Case, Loop, Optimizers, adamw, assert_equal, outcomes, trained
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import lightning_zero
-from lightning_zero.checkpoint.one_file import full_optimizer_state, shard_optimizer_state
+from lightning_zero.checkpoint.one_file import shard_optimizer_state
 
 # Optimizers
 
@@ -314,7 +315,7 @@ def loads_optimizer_state(loop: Loop) -> None:
     optimizer = loop.optimizers[0]
     loop.train()
     own = copy.deepcopy(optimizer.state_dict())
-    whole = full_optimizer_state(optimizer, keep=True)
+    whole = whole_values(optimizer.state_dict())
     loop.train()
     optimizer.load_state_dict(own)
     loop.train()

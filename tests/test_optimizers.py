@@ -7,7 +7,7 @@ import functools
 
 import pytest
 import torch
-from distributed import run_ranks
+from distributed import run_ranks, whole_values
 from test_parity import (
     EXACT,
     OPTIMIZERS,
@@ -27,7 +27,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
 import lightning_zero
-from lightning_zero.checkpoint.one_file import full_optimizer_state, full_state_dict, shard_optimizer_state
+from lightning_zero.checkpoint.one_file import shard_optimizer_state
 from lightning_zero.engine import engine_of
 from lightning_zero.sharded_parameter import ShardedTensor
 
@@ -64,7 +64,7 @@ def _stops_and_resumes(rank, name, stage):
     model = lightning_zero.shard(build(unused, seed=rank), stage=stage, units=["Block"])
     optimizer = MAKERS[name](model)
     go(Run(model, rank, 2), optimizer, range(2))
-    saved = full_state_dict(model.state_dict(), keep=True), full_optimizer_state(optimizer, keep=True)
+    saved = whole_values(model.state_dict()), whole_values(optimizer.state_dict())
 
     resumed = lightning_zero.shard(build(unused, seed=7), stage=stage, units=["Block"])
     resumed.load_state_dict(saved[0])

@@ -133,16 +133,19 @@ def trained(rank: int, stage: int) -> Tuned:
     return module  # type: ignore[return-value]
 
 
-def _saved(rank: int, stage: int, folder: Path) -> dict[str, Tensor]:
+def _saved(rank: int, stage: int, folder: Path, gathered: bool) -> dict[str, Tensor]:
     tuned = trained(rank, stage)
+    if not gathered:
+        lightning_zero.save_pretrained(tuned, folder / "adapter")
     with lightning_zero.gathered(tuned):
-        if rank == 0:
+        if rank == 0 and gathered:
             tuned.model.save_pretrained(folder / "adapter")
         return {name: plain(value) for name, value in get_peft_model_state_dict(tuned.model).items()}
 
 
+@pytest.mark.parametrize("gathered", [True, False], ids=["gathered", "save_pretrained"])
 @pytest.mark.parametrize("stage", STAGES)
-def test_an_adapter_saved_while_gathered_is_complete(stage: int, tmp_path: Path) -> None:
+def test_an_adapter_saved_of_shards_is_complete(stage: int, gathered: bool, tmp_path: Path) -> None:
     """The file that plain `peft` writes: same names, trained values, and a plain process computes the twin's loss."""
     twin = build(lambda: Tuned(modules_to_save=["lm_head"]), 0, torch.float64)
     optimizer = adamw(twin)
@@ -152,7 +155,7 @@ def test_an_adapter_saved_while_gathered_is_complete(stage: int, tmp_path: Path)
             (twin(10 * step + rank) / WORLD_SIZE).backward()
         optimizer.step()
     expected = {name: plain(value) for name, value in get_peft_model_state_dict(twin.model).items()}
-    for state in run_ranks(WORLD_SIZE, _saved, stage, tmp_path):
+    for state in run_ranks(WORLD_SIZE, _saved, stage, tmp_path, gathered):
         assert_close(state, expected, EXACT)
     file = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert_close(dict(sorted(file.items())), dict(sorted(expected.items())), EXACT)

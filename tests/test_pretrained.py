@@ -332,3 +332,96 @@ def test_a_host_holds_one_copy_of_the_model(tmp_path: Path) -> None:
         assert left < 0.8 * size, "half of the model, and a unit of a fifth: what rank 0 loaded went unit by unit"
         # Beside its half a rank holds a unit of a fifth, in which it receives, and copies of what it cuts.
         assert rank == 0 or most < 0.95 * size
+
+
+# Out of shards
+
+
+class Word:
+    """A tokenizer, as far as it is saved."""
+
+    def save_pretrained(self, folder: Path) -> None:
+        (folder / "tokenizer.json").write_text("{}")
+
+
+def test_a_folder_in_several_files_is_that_of_an_unsharded_model(tmp_path: Path) -> None:
+    """File by file, byte by byte, with the tokenizer that the module holds; rank 1 receives nothing."""
+    torch.manual_seed(0)
+    hf.LlamaForCausalLM(config()).save_pretrained(tmp_path / "plain", max_shard_size="4KB")
+
+    def on_rank(rank: int) -> tuple[int, int]:
+        torch.manual_seed(0)
+        module = nn.ModuleDict({"net": hf.LlamaForCausalLM(config())})
+        module.tokenizer = Word()
+        lightning_zero.shard(module, stage=3)
+        sent = lightning_zero.engine.engine_of(module).collectives
+        sent.reset_counts()
+        lightning_zero.save_pretrained(module, tmp_path / "ours", max_shard_size="4KB")
+        own = sum(p.fragment.numel() for p in module.parameters())
+        return own, sent.payload["checkpoint"] + sent.payload["gather"] + sent.payload["fragment"]
+
+    (kept, nothing), (own, sent) = run_ranks(2, on_rank)
+    assert nothing == 0
+    assert own == sent > 0
+    assert kept + own == sum(p.numel() for p in hf.LlamaForCausalLM(config()).parameters())
+    ours, plain = tmp_path / "ours", tmp_path / "plain"
+    assert (ours / "tokenizer.json").exists()
+    names = {path.name for path in plain.iterdir()}
+    assert len(names) > 4
+    assert names == {path.name for path in ours.iterdir()} - {"tokenizer.json"}
+    for name in names:
+        assert (ours / name).read_bytes() == (plain / name).read_bytes(), name
+
+
+def test_what_cannot_be_written_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    """A folder that is a file; no model; two models."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TypeError, match="no Hugging Face model"):
+        lightning_zero.save_pretrained(nn.Linear(2, 2), tmp_path)
+    pair = nn.ModuleList([hf.LlamaForCausalLM(config()), hf.LlamaForCausalLM(config())])
+    with pytest.raises(ValueError, match=r"several.*save_pretrained\(module.0, folder\)"):
+        lightning_zero.save_pretrained(pair, tmp_path)
+
+    def on_rank(rank: int) -> str:
+        model = lightning_zero.shard(hf.LlamaForCausalLM(config()), stage=3)
+        with pytest.raises(CheckpointError) as caught:
+            lightning_zero.save_pretrained(model, tmp_path / "file" / "below")
+        return str(caught.value)
+
+    assert all("was not written" in message for message in run_ranks(2, on_rank))
+
+
+# trainer.init_module
+
+
+def test_init_module_with_empty_init_then_load(folder: Path, tmp_path: Path) -> None:
+    """Every rank builds without values inside `trainer.init_module(empty_init=True)`, and the folder gives them."""
+
+    def on_rank(rank: int) -> dict[str, Tensor]:
+        with launched(rank):
+            trainer = make_trainer(ZeROStrategy(3), 2)
+            with trainer.init_module(empty_init=True):
+                model = hf.LlamaForCausalLM(config())
+            module = Empty(model)
+            lightning_zero.load_pretrained(model, folder)
+            trainer.validate(module, DataLoader([torch.arange(8)[None]], batch_size=None), verbose=False)  # type: ignore[arg-type]
+        return module.seen
+
+    wanted = expected(folder)
+    for found in run_ranks(2, on_rank):
+        assert_equal(found, wanted)
+
+
+class Empty(LightningModule):
+    """Reads all that it has, in validation."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.seen: dict[str, Tensor] = {}
+
+    def validation_step(self, tokens: Tensor, batch_idx: int) -> None:
+        self.model(input_ids=tokens)
+
+    def on_validation_end(self) -> None:
+        self.seen = found_in(self.model)

@@ -212,13 +212,15 @@ class Tuning(LightningModule):
         return torch.optim.AdamW(self.parameters())
 
 
-@pytest.mark.parametrize("when", ["after fit", "in a hook"])
+@pytest.mark.parametrize("when", ["after fit", "in a hook", "by save_pretrained", "by save_pretrained after fit"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a7_a8_l1_an_export_is_that_of_an_unsharded_model(stage: int, when: str, tmp_path: Path) -> None:
     """The tied head appears as it does there, each tensor has its values, and what is opened again has them too."""
 
     class Exports(Callback):
         def on_train_end(self, trainer: Trainer, module: Any) -> None:
+            if when == "by save_pretrained":
+                lightning_zero.save_pretrained(module, tmp_path / "ours")
             if when == "in a hook":
                 with lightning_zero.gathered(module):
                     if trainer.is_global_zero:
@@ -234,6 +236,8 @@ def test_a7_a8_l1_an_export_is_that_of_an_unsharded_model(stage: int, when: str,
             trainer.save_checkpoint(tmp_path / "x.ckpt")
         if when == "after fit" and rank == 0:
             module.model.save_pretrained(tmp_path / "ours")
+        if when == "by save_pretrained after fit":
+            lightning_zero.save_pretrained(module.model, tmp_path / "ours")
         return dict(module.model.state_dict())
 
     trained, _ = run_ranks(2, on_rank)
@@ -258,7 +262,7 @@ def test_l1_nothing_empty_is_exported_in_silence(stage: int, tmp_path: Path) -> 
         try:
             model.save_pretrained(tmp_path / str(rank))
         except Exception as error:
-            return "lightning_zero.gathered" in str(error)
+            return "lightning_zero.gathered" in str(error) and "lightning_zero.save_pretrained" in str(error)
         found = load_file(tmp_path / str(rank) / "model.safetensors")
         whole = Tuning().model.state_dict()
         return all(value.shape == whole[name].shape for name, value in found.items())

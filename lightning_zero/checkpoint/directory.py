@@ -21,13 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from lightning_zero.checkpoint.replacing import discard, flush, part_of, require_place, take_place
+from lightning_zero.checkpoint.places import place_of
 from lightning_zero.checkpoint.stored import CheckpointError, StoredDirectory
 from lightning_zero.collectives import Collectives
 from lightning_zero.sharded_parameter import ShardedTensor, ShardedView
@@ -43,7 +42,7 @@ _OTHERS, _STATES = "lightning_zero.state_dict", "lightning_zero.optimizer_states
 
 def is_directory(path: Any) -> bool:
     """Whether ``path`` is a checkpoint that is a directory."""
-    return (Path(path) / ".metadata").is_file()
+    return place_of(path).is_complete()
 
 
 def named_optimizer_state(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
@@ -69,12 +68,12 @@ def named_optimizer_state(optimizer: Optimizer, module: nn.Module) -> dict[str, 
     }
 
 
-def save_directory(checkpoint: Mapping[str, Any], path: Path, collectives: Collectives) -> None:
+def save_directory(checkpoint: Mapping[str, Any], path: str | Path, collectives: Collectives) -> None:
     """Write ``checkpoint``, whose tensors may be sharded, as the directory ``path``: a collective.
 
     Args:
         checkpoint: as a Trainer dumps it, alike on all ranks, with optimizer states by name.
-        path: takes this name when it is complete on all ranks; what had it stays whole until then.
+        path: local, or a URL. Takes this name when it is complete on all ranks; what had it stays whole until then.
 
     Raises:
         CheckpointError: on every rank, if it cannot be written on one.
@@ -98,30 +97,21 @@ def save_directory(checkpoint: Mapping[str, Any], path: Path, collectives: Colle
     tensors: dict[str, Any] = {"model": {name: v for name, v in state_dict.items() if isinstance(v, Tensor)}}
     tensors |= {f"optimizer_{i}": _split(state, True) for i, state in enumerate(states or [])}
     tensors = _own(tensors | elsewhere, is_first)
-    part = part_of(path)
-
-    def prepare() -> None:
-        require_place(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        discard(part)
+    place = place_of(path)
 
     def complete() -> None:
-        with open(part / _META, "wb") as file:
+        with place.writing(_META) as file:
             torch.save(meta, file)
-        flush(part / _META)
-        flush(part)
-        take_place(part, path)
+        place.complete()
 
     try:
-        collectives.on_first_rank(prepare)
-        # Nothing is copied ahead of what is written.
-        writer, planner = FileSystemWriter(part, per_thread_copy_ahead=0), _OneAtATime()
-        save(tensors, storage_writer=writer, planner=planner, process_group=collectives.group)
+        collectives.on_first_rank(place.prepare)
+        save(tensors, storage_writer=place.writer(), planner=_OneAtATime(), process_group=collectives.group)
         collectives.on_first_rank(complete)
     except (CheckpointException, Exception) as error:
         if is_first:
             with suppress(OSError):
-                discard(part)
+                place.discard_part()
         raise CheckpointError(
             f"the checkpoint `{path}` was not written: {error}. One that was there before is as it was."
         ) from error
@@ -163,7 +153,7 @@ def whole_views(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     )
 
 
-def load_directory(path: Path, weights_only: bool | None) -> dict[str, Any]:
+def load_directory(path: str | Path, weights_only: bool | None) -> dict[str, Any]:
     """The checkpoint that `save_directory` wrote, or Lightning's FSDP and model-parallel strategies.
 
     Tensors of the model and of optimizers are `StoredTensor`: they are read where they are loaded.
@@ -171,16 +161,18 @@ def load_directory(path: Path, weights_only: bool | None) -> dict[str, Any]:
     Raises:
         CheckpointError: it is incomplete, damaged, or holds no model.
     """
-    stored = StoredDirectory(path, weights_only is not False)
-    if not (path / _META).is_file():
+    place = place_of(path)
+    stored = StoredDirectory(place, weights_only is not False)
+    if place.size(_META) < 0:
         raise CheckpointError(
             f"`{path}` has tensors, but no {_META!r}: a Trainer did not write it, or did not finish. Take another"
             " checkpoint, or load tensors alone with `torch.distributed.checkpoint.load`."
         )
     try:
-        meta = torch.load(path / _META, map_location="cpu", weights_only=weights_only is not False)
+        with place.open(_META) as file:
+            meta = torch.load(file, map_location="cpu", weights_only=weights_only is not False)
     except Exception as error:
-        raise CheckpointError(f"`{path / _META}` cannot be read: {error}") from error
+        raise CheckpointError(f"`{path}/{_META}` cannot be read: {error}") from error
     tree = stored.tree()
     state_dict = tree.get("model", tree.get("state_dict"))
     if state_dict is None:

@@ -19,20 +19,16 @@ from lightning_zero.checkpoint.replacing import discard, flush, part_of, require
 from lightning_zero.checkpoint.stored import CheckpointError
 from lightning_zero.collectives import Collectives
 
-__all__ = ["load_file", "local_path", "save_file"]
+__all__ = ["load_file", "save_file"]
 
 
-def local_path(path: Any) -> Path | None:
-    """``path``, if it is on a local disk; a remote one has a protocol, as "s3://"."""
-    return None if "://" in str(path) else Path(path)
-
-
-def save_file(checkpoint: Mapping[str, Any], path: Path, collectives: Collectives) -> None:
+def save_file(checkpoint: Mapping[str, Any], path: str | Path, collectives: Collectives) -> None:
     """Have rank 0 write ``checkpoint`` as the file ``path``: a collective.
 
     Raises:
         CheckpointError: on every rank, if it cannot; a checkpoint that was there is as it was.
     """
+    path = Path(path)
     part = part_of(path)
 
     def write() -> None:
@@ -54,13 +50,14 @@ def save_file(checkpoint: Mapping[str, Any], path: Path, collectives: Collective
         ) from error
 
 
-def load_file(path: Path, weights_only: bool | None) -> dict[str, Any]:
+def load_file(path: str | Path, weights_only: bool | None) -> dict[str, Any]:
     """The checkpoint in the file ``path``; tensors lie in its pages until someone writes into them.
 
     Raises:
         FileNotFoundError: there is none.
         CheckpointError: it is damaged, or no checkpoint.
     """
+    path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"Checkpoint file not found: {path}")
     if path.is_dir():

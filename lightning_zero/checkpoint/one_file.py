@@ -27,43 +27,30 @@ PER_PARAMETER_SCALARS = {"step", "mu_product", "eta", "mu"}
 """Optimizer state that is one number for each parameter, whatever the parameter's shape."""
 
 
-def full_state_dict(state_dict: Mapping[str, Any], keep: bool) -> dict[str, Any]:
+def full_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """``state_dict`` of a sharded module with whole tensors on the host; a collective on all ranks.
 
-    Whole values exist one group at a time. Names that share a parameter share the tensor.
+    Rank 0 alone receives values, one tensor at a time. On the others tensors of the same geometry on ``meta`` stand in,
+    so that code which edits a checkpoint finds the same keys on every rank. Names that share a parameter share the
+    tensor.
 
     Args:
         state_dict: what ``module.state_dict()`` gives at rest.
-        keep: whether this rank keeps the values; where it does not, tensors of the same geometry on ``meta`` stand in,
-            so that code which edits a checkpoint finds the same keys on every rank.
     """
+    for group in {v.owner for v in state_dict.values() if isinstance(v, ShardedTensor)}:
+        if isinstance(group, ParamGroup):
+            group.keep_writes()
+    found: dict[Any, Any] = {}
     full = dict(state_dict)
-    by_group: dict[ParamGroup, dict[int, list[str]]] = {}
     for name, value in state_dict.items():
-        if isinstance(value, ShardedTensor):
-            owner = value.owner
-            if isinstance(owner, ParamGroup):
-                by_group.setdefault(owner, {}).setdefault(value._index, []).append(name)
-            else:
-                full[name] = _kept(value.whole(), keep)
-    for group, names_by_index in by_group.items():
-        whole = group.whole_main_weight("checkpoint")
-        for index, names in names_by_index.items():
-            value = _kept(group.partition.view(whole, index), keep)
-            for name in names:
-                full[name] = value
-        del whole
+        place = (value.owner, value._index) if isinstance(value, ShardedTensor) and value.owner else id(value)
+        if place not in found:
+            found[place] = _full_value(value)
+        full[name] = found[place]
     return full
 
 
-def _kept(whole: Tensor, keep: bool) -> Tensor:
-    if keep:
-        # A view would drag its whole buffer into the file.
-        return whole.detach().to("cpu", copy=True)
-    return torch.empty_like(whole, device="meta")
-
-
-def full_values(checkpoint: Mapping[str, Any], collectives: Collectives, keep: bool) -> dict[str, Any]:
+def full_values(checkpoint: Mapping[str, Any], collectives: Collectives) -> dict[str, Any]:
     """``checkpoint`` with each sharded tensor in its dictionaries and lists whole on the host: a collective.
 
     Callbacks and hooks of modules put them there: averages of weights, copies of some parameters.
@@ -71,7 +58,6 @@ def full_values(checkpoint: Mapping[str, Any], collectives: Collectives, keep: b
     Args:
         checkpoint: the same entries on all ranks.
         collectives: of the ranks that save it together.
-        keep: as for `full_state_dict`.
 
     Raises:
         RuntimeError: ranks differ in how many sharded tensors they bring.
@@ -87,7 +73,7 @@ def full_values(checkpoint: Mapping[str, Any], collectives: Collectives, keep: b
         )
     if not count:
         return dict(checkpoint)
-    return tree_map(lambda value: _full_value(value, keep), dict(checkpoint))  # type: ignore[no-any-return]
+    return tree_map(lambda value: _full_value(value), dict(checkpoint))  # type: ignore[no-any-return]
 
 
 def load_state_dict(module: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> None:
@@ -110,26 +96,33 @@ def load_state_dict(module: nn.Module, state_dict: Mapping[str, Any], strict: bo
         ) from error
 
 
-def full_optimizer_state(optimizer: Optimizer, keep: bool) -> dict[str, Any]:
+def full_optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
     """``optimizer.state_dict()`` with whole tensors on the host; a collective on all ranks.
 
     Args:
         optimizer: over sharded parameters, or once over them.
-        keep: as for `full_state_dict`.
     """
     packed = optimizer.state_dict()
     if "param_groups" not in packed:  # Lightning's stand-in where there is no optimizer
         return dict(packed)
     state = {
-        key: {name: _full_value(value, keep) for name, value in values.items()} if isinstance(values, dict) else values
+        key: {name: _full_value(value) for name, value in values.items()} if isinstance(values, dict) else values
         for key, values in packed["state"].items()
     }
     return {**packed, "state": state}
 
 
-def _full_value(value: Any, keep: bool) -> Any:
-    if isinstance(value, ShardedTensor | ShardedView):
-        return _kept(value.whole(), keep)
+def _full_value(value: Any) -> Any:
+    if isinstance(value, ShardedTensor):
+        whole, slicing = value.whole_on_first(), value.slicing
+        if whole is not None:
+            return whole.to("cpu")
+        return torch.empty_strided(slicing.shape, slicing.stride, dtype=value.dtype, device="meta")
+    if isinstance(value, ShardedView):
+        # A view would drag its whole buffer into the file.
+        whole = value.whole().detach()
+        is_first = value.base.slicing.collectives.rank == 0
+        return whole.to("cpu", copy=True) if is_first else torch.empty_like(whole, device="meta")
     return value
 
 

@@ -37,7 +37,10 @@ def open_checkpoint(path: Path) -> dict[str, Any]:
 def describe(path: Path) -> str:
     """What is in the checkpoint at ``path``: names, shapes, dtypes, bytes, and what wrote it."""
     checkpoint = open_checkpoint(path)
-    form = "a directory, written in parts" if is_directory(path) else "one file"
+    form = "one file"
+    if is_directory(path):
+        ranks = {file.name.split("_")[2] for file in path.glob("__*_*.distcp")}
+        form = f"a directory, written by {len(ranks)} ranks"
     lines = [f"{path}: {form}"]
     for key in ("pytorch-lightning_version", "epoch", "global_step"):
         if key in checkpoint:

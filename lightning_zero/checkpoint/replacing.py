@@ -16,15 +16,20 @@ import sys
 import warnings
 from pathlib import Path
 
-__all__ = ["discard", "flush", "part_of", "require_place", "take_place"]
+__all__ = ["discard", "flush", "part_name", "part_of", "require_place", "take_place"]
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
+def part_name(name: str) -> str:
+    """What the checkpoint ``name`` is called until it is complete."""
+    # Without its name: who looks for checkpoints by a part of their names must not find this.
+    return f".{hashlib.sha1(os.fsencode(name)).hexdigest()[:12]}.part"
+
+
 def part_of(path: Path) -> Path:
     """Where the checkpoint ``path`` is written until it is complete."""
-    # Without its name: who looks for checkpoints by a part of their names must not find this.
-    return path.with_name(f".{hashlib.sha1(os.fsencode(path.name)).hexdigest()[:12]}.part")
+    return path.with_name(part_name(path.name))
 
 
 def require_place(path: Path) -> None:

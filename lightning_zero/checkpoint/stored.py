@@ -8,22 +8,20 @@ anything else that computes with it          read whole, then done
 from __future__ import annotations
 
 import io
-import os
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.utils._pytree import tree_map_only
 
+from lightning_zero.checkpoint.places import Place
 from lightning_zero.sharded_parameter import ShardedTensor
 
 __all__ = ["CheckpointError", "StoredDirectory", "StoredTensor"]
@@ -41,21 +39,21 @@ class StoredDirectory:
     Nothing is communicated: each rank reads what it needs.
 
     Args:
-        path: of the directory.
+        place: of the directory.
         weights_only: whether objects beside tensors are read without running what they ask for; see `torch.load`.
 
     Raises:
         CheckpointError: files are missing, or shorter than they should be.
     """
 
-    def __init__(self, path: Path, weights_only: bool = True) -> None:
-        self.path = path
+    def __init__(self, place: Place, weights_only: bool = True) -> None:
+        self._place = place
         self._weights_only = weights_only
-        self._reader = _Reader(path)
+        self._reader = place.reader()
         try:
             self._metadata = self._reader.read_metadata()
         except Exception as error:
-            raise CheckpointError(f"`{path}` is no complete checkpoint: {error}") from error
+            raise CheckpointError(f"`{place}` is no complete checkpoint: {error}") from error
         self._require_files()
 
     def _require_files(self) -> None:
@@ -64,12 +62,11 @@ class StoredDirectory:
         for index, piece in self._metadata.storage_data.items():
             name = piece.relative_path
             if name not in sizes:
-                file = self.path / name
-                sizes[name] = os.path.getsize(file) if file.exists() else -1
+                sizes[name] = self._place.size(name)
             if sizes[name] < piece.offset + piece.length:
                 what = "is missing" if sizes[name] < 0 else f"ends after {sizes[name]:,} bytes"
                 raise CheckpointError(
-                    f"`{self.path}` is damaged: its file {name!r}, which holds `{index.fqn}`, {what}. Take another"
+                    f"`{self._place}` is damaged: its file {name!r}, which holds `{index.fqn}`, {what}. Take another"
                     " checkpoint."
                 )
 
@@ -96,7 +93,7 @@ class StoredDirectory:
                 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # so it is, for this read
                 load(destinations, storage_reader=self._reader, planner=_Planner(self._weights_only), no_dist=True)
         except (CheckpointException, Exception) as error:
-            raise CheckpointError(f"`{self.path}` cannot be read at {sorted(destinations)[:3]}: {error}") from error
+            raise CheckpointError(f"`{self._place}` cannot be read at {sorted(destinations)[:3]}: {error}") from error
 
 
 class StoredTensor(Tensor):
@@ -183,17 +180,6 @@ def _put(tree: dict[str, Any], place: Sequence[str | int], value: Any) -> None:
             if inner is None:
                 inner = at[step] = [] if isinstance(following, int) else {}
             at = inner
-
-
-class _Reader(FileSystemReader):
-    """Reads its index once."""
-
-    _read: Metadata | None = None
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        if self._read is None:
-            self._read = super().read_metadata(*args, **kwargs)
-        return self._read
 
 
 class _Planner(DefaultLoadPlanner):
