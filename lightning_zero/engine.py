@@ -11,7 +11,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from lightning_zero.activation import ActivationPolicy, chosen_policies
 from lightning_zero.assembly import Assembly, adopt_buffers
+from lightning_zero.blueprint import Blueprint, placements_of
 from lightning_zero.collectives import Collectives
 from lightning_zero.compiled import CompiledForwards
 from lightning_zero.flat_buffer import BufferPool
@@ -28,7 +29,7 @@ from lightning_zero.lane import Background
 from lightning_zero.lockstep import FLOWING, Lockstep
 from lightning_zero.offload import OffloadError, OffloadTarget
 from lightning_zero.param_group import GroupObserver, ParamGroup
-from lightning_zero.placements import STAGES, Placements, StateBytes, Where
+from lightning_zero.placements import Placements, StateBytes, Where
 from lightning_zero.precision import PrecisionRecipe
 from lightning_zero.reducer import Reducer
 from lightning_zero.sharded_parameter import ShardedParameter
@@ -78,7 +79,7 @@ class Engine(GroupObserver):
         self._module = weakref.ref(module)
         self.collectives = collectives
         self.stage_placements = placements
-        self.placements = placements if collectives.world_size > 1 else _alone(placements, offload)
+        self.placements = placements_of(placements, collectives.world_size, offload)
         self.pool = BufferPool(collectives.device)
         self._held: dict[int, ParamGroup] = {}
         self._buffers_differ = False
@@ -93,9 +94,8 @@ class Engine(GroupObserver):
         drop_references(module)
         with torch.inference_mode(False), torch.no_grad():
             adopt_buffers(module, recipe.buffers, collectives)
-            assembly = Assembly(
-                module, plan, self.placements, recipe, collectives, self.pool, self._held, offload, local_ranks
-            )
+            blueprint = Blueprint(module, plan, self.placements, recipe, collectives.world_size, offload)
+            assembly = Assembly(blueprint, collectives, self.pool, self._held, offload, local_ranks)
         self.root, self.units = assembly.root, assembly.units
         self._offloading = assembly.offloading
         self.groups = [group for unit in (self.root, *self.units) for group in unit.groups]
@@ -128,7 +128,8 @@ class Engine(GroupObserver):
     def planned_bytes(self, moments: int = 2, where: Where = "everywhere") -> StateBytes:
         """See the function of this name."""
         kinds = {"everywhere": (False, True), "device": (False,), "offloaded": (True,)}[where]
-        planned = [group.planned_bytes(moments, offloaded) for group in self.groups for offloaded in kinds]
+        rank = self.collectives.rank
+        planned = [group.plan.state_bytes(rank, moments, off) for group in self.groups for off in kinds]
         return StateBytes(*(sum(getattr(one, f.name) for one in planned) for f in fields(StateBytes)))
 
     @property
@@ -350,15 +351,6 @@ class Engine(GroupObserver):
         del _engines[module]
         self._dissolution.detach()
         self._dissolve(waits=True)
-
-
-def _alone(placements: Placements, offload: OffloadTarget | None) -> Placements:
-    """Where state rests without other ranks."""
-    if offload is None:
-        # There is nothing to share: every state rests whole, and no stage differs.
-        return STAGES[0]
-    # Gradients leave unit by unit where they need not rest whole; weights stay, unless they are offloaded too.
-    return placements if offload.parameters else replace(placements, parameter=STAGES[0].parameter)
 
 
 def _meeting(engine: Engine) -> Callable[[str], None]:

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
+from lightning_zero.blueprint import Blueprint
 from lightning_zero.collectives import Collectives
 from lightning_zero.host_memory import free_host_bytes
 from lightning_zero.lane import Background
 from lightning_zero.offload import OffloadError, OffloadTarget
-from lightning_zero.precision import Dtypes
 from lightning_zero.sharded_parameter import ShardedParameter
 
-__all__ = ["Candidate", "Offloading"]
+__all__ = ["Offloading", "likely_bytes", "offloaded_units"]
 
 _MOMENTS = {
     "Adam": 2,
@@ -34,46 +33,12 @@ _MOMENTS = {
 """Optimizer state in multiples of the weights, where it does not depend on settings."""
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A parameter that may be offloaded.
-
-    Args:
-        unit: that it belongs to.
-        numel: elements of the whole parameter.
-        shards: that it is cut into.
-        trained: whether it has gradients and optimizer state.
-        dtypes: of its state.
-    """
-
-    unit: int | None
-    numel: int
-    shards: int
-    trained: bool
-    dtypes: Dtypes
-
-    @property
-    def known_bytes(self) -> float:
-        """Of main weights and gradients, a rank."""
-        dtypes = self.dtypes
-        gradient = dtypes.main_grad.itemsize
-        if dtypes.main_grad != dtypes.main:  # it is widened for the optimizer
-            gradient += dtypes.main.itemsize
-        return self.numel / self.shards * (dtypes.main.itemsize + (gradient if self.trained else 0))
-
-    @property
-    def likely_bytes(self) -> float:
-        """With Adam's two moments."""
-        return self.known_bytes + 2 * self.trained * self.numel / self.shards * self.dtypes.main.itemsize
-
-
 class Offloading:
     """What is offloaded of one module, and what works on it.
 
     Args:
         target: where.
-        candidates: parameters that ``target`` may take.
-        units: all units, in the order of the forward.
+        blueprint: of the module.
         collectives: of the ranks that share the state.
         local_ranks: ranks on this host.
 
@@ -84,8 +49,7 @@ class Offloading:
     def __init__(
         self,
         target: OffloadTarget,
-        candidates: Sequence[Candidate],
-        units: Sequence[int | None],
+        blueprint: Blueprint,
         collectives: Collectives,
         local_ranks: int,
     ) -> None:
@@ -95,13 +59,13 @@ class Offloading:
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._fused: list[dict[str, Any]] = []
         self.background = self._begin()
-        known, self._likely = dict.fromkeys(units, 0.0), dict.fromkeys(units, 0.0)
-        for candidate in candidates:
+        self._likely = likely_bytes(blueprint)
+        known = dict.fromkeys(self._likely, 0.0)
+        for candidate in blueprint.candidates():
             known[candidate.unit] += candidate.known_bytes
-            self._likely[candidate.unit] += candidate.likely_bytes
-        self.units = _beyond(_room_on_device(target, sum(self._likely.values()), collectives.device), self._likely)
+        self.units = offloaded_units(target, self._likely, collectives.device)
         """Those whose state is offloaded."""
-        self._moments = {unit: self._likely[unit] - known[unit] for unit in units}
+        self._moments = {unit: self._likely[unit] - known[unit] for unit in known}
         try:
             self._require_room(sum(known[unit] for unit in self.units), known, "main weights and gradients")
         except OffloadError:
@@ -192,6 +156,19 @@ class Offloading:
             if sum(shares[unit] for unit in units) <= enough:
                 return hundredth / 100
         return 0
+
+
+def likely_bytes(blueprint: Blueprint) -> dict[int | None, float]:
+    """Bytes a rank that each unit's state may take off the device, with Adam's moments, in the order of the forward."""
+    found: dict[int | None, float] = dict.fromkeys(blueprint.numbers, 0.0)
+    for candidate in blueprint.candidates():
+        found[candidate.unit] += candidate.likely_bytes
+    return found
+
+
+def offloaded_units(target: OffloadTarget, likely: Mapping[int | None, float], device: torch.device) -> set[int | None]:
+    """The units whose state ``target`` takes, of ``likely`` bytes each."""
+    return _beyond(_room_on_device(target, sum(likely.values()), device), likely)
 
 
 def _room_on_device(target: OffloadTarget, likely: float, device: torch.device) -> float:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -24,13 +25,11 @@ import lightning_zero.sharded_ops  # noqa: F401  (gives sharded tensors their op
 from lightning_zero.collectives import Collectives, Pending
 from lightning_zero.flat_buffer import BufferPool, storage_id
 from lightning_zero.gradients import GroupGradients
+from lightning_zero.group_plan import GroupPlan
 from lightning_zero.lane import Lane
-from lightning_zero.layout import FlatLayout
 from lightning_zero.main_weights import MainWeights, OffloadedWeights
 from lightning_zero.param_hooks import ParamHooks
 from lightning_zero.partition import Partition
-from lightning_zero.placements import Placements, StateBytes
-from lightning_zero.precision import Dtypes
 from lightning_zero.sharded_parameter import ShardedParameter, ShardedTensor
 from lightning_zero.slicing import Slicing
 from lightning_zero.whole_parameter import ConcealedParameter, NarrowParameter, WholeParameter
@@ -75,8 +74,7 @@ class ParamGroup:
     Args:
         names: full name of each parameter.
         parameters: distinct, all trained or all frozen.
-        placements: what rests where.
-        dtypes: of each station of their state.
+        plan: what rests where, in which dtypes.
         collectives: of the ranks that share the state.
         pool: whole and gradient buffers.
         held: filled with this group under the storage of each whole buffer that does not rest.
@@ -87,25 +85,24 @@ class ParamGroup:
         self,
         names: Sequence[str],
         parameters: Sequence[Tensor],
-        placements: Placements,
-        dtypes: Dtypes,
+        plan: GroupPlan,
         collectives: Collectives,
         pool: BufferPool,
         held: dict[int, ParamGroup],
         lane: Lane | None = None,
     ) -> None:
         self.names = list(names)
-        self.placements = placements
+        self._plan = plan
+        self.placements = placements = plan.placements
         self.observer = GroupObserver()
         self.collectives = collectives
         self._pool = pool
         self._held = held
-        self.dtypes = dtypes
+        self.dtypes = dtypes = plan.dtypes
         self.model_dtype = dtypes.model
         self.main_dtype = dtypes.main
         self.lane = lane
-        num_shards = collectives.world_size if placements.shards_optimizer else 1
-        self.layout = FlatLayout(tuple(p.numel() for p in parameters), num_shards)
+        self.layout = plan.layout
         self.slicings = [self._slicing(i, parameter) for i, parameter in enumerate(parameters)]
         shard = collectives.rank if placements.shards_optimizer else 0
         self.partition = Partition(self.layout, self.slicings, shard)
@@ -197,37 +194,10 @@ class ParamGroup:
         """Whether the main weights are a slice of whole weights that rest."""
         return self.placements.keeps_whole_parameters and self.main_dtype == self.model_dtype and self.lane is None
 
-    def planned_bytes(self, moments: int, offloaded: bool) -> StateBytes:
-        """Bytes of state that rest on this rank by formula, for an optimizer with ``moments`` of the weights' size.
-
-        Args:
-            offloaded: off the device; else on it.
-        """
-        dtypes, trained, shard = self.dtypes, self.parameters[0].requires_grad, self.layout.shard_numel
-        gradient = dtypes.gradient if self.placements.keeps_whole_gradients else dtypes.main_grad
-        state = self.placements.bytes_per_rank(
-            self.layout.total,
-            self.layout.num_shards,
-            main_itemsize=dtypes.main.itemsize,
-            model_itemsize=dtypes.model.itemsize,
-            grad_itemsize=gradient.itemsize,
-        )
-        # Optimizer state is made parameter by parameter: it has no padding.
-        stepped = moments * dtypes.main.itemsize * sum(parameter.slicing.own.numel for parameter in self.parameters)
-        if self.lane is None:
-            on_device = StateBytes(state.parameters, state.gradients if trained else 0, stepped if trained else 0)
-            return StateBytes(0, 0, 0) if offloaded else on_device
-        ready = 0 if self.placements.keeps_whole_parameters else shard * dtypes.model.itemsize
-        moves = self.main.moves_each_gather
-        if not offloaded:
-            whole = self.layout.total * dtypes.model.itemsize if self.placements.keeps_whole_parameters else 0
-            return StateBytes(whole + (0 if moves else ready), 0, 0)
-        beside = ready if moves and dtypes.model != dtypes.main else 0
-        return StateBytes(
-            parameters=shard * dtypes.main.itemsize + beside,
-            gradients=shard * dtypes.main_grad.itemsize if trained else 0,
-            optimizer=stepped if trained else 0,
-        )
+    @property
+    def plan(self) -> GroupPlan:
+        """What it holds and sends, by formula, as its parameters are trained or frozen now."""
+        return replace(self._plan, trained=self.parameters[0].requires_grad)
 
     # Whole weights
 
