@@ -16,6 +16,8 @@ from lightning_zero.gathering import gathered
 from lightning_zero.held import held_bytes
 from lightning_zero.offload import HostMemory, MappedFile, OffloadError, OffloadTarget
 from lightning_zero.placements import STAGES
+from lightning_zero.planner.estimate import Estimate, estimate
+from lightning_zero.planner.question import PlanError
 from lightning_zero.precision import PrecisionRecipe
 from lightning_zero.sharding import MovedBytes, moved_bytes, no_sync, planned_bytes, shard, unshard
 from lightning_zero.strategy import PytorchLightningZeROStrategy, ZeROStrategy, register_strategies
@@ -24,18 +26,21 @@ __all__ = [
     "STAGES",
     "ActivationPolicy",
     "CheckpointError",
+    "Estimate",
     "HostMemory",
     "MappedFile",
     "MovedBytes",
     "OffloadActivations",
     "OffloadError",
     "OffloadTarget",
+    "PlanError",
     "PrecisionRecipe",
     "PytorchLightningZeROStrategy",
     "Recompute",
     "Selective",
     "ZeROStrategy",
     "activation_bytes",
+    "estimate",
     "gathered",
     "held_bytes",
     "load_pretrained",

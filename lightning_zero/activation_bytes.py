@@ -5,8 +5,7 @@ The forward runs on fake tensors, which have shapes and no memory. What is still
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lightning_zero.activation import ActivationPolicy, OffloadActivations, Recompute
 from lightning_zero.stash import HostStash, without_graph
 
-__all__ = ["activation_bytes"]
+__all__ = ["activation_bytes", "around"]
 
 
 def activation_bytes(policy: ActivationPolicy | None, module: nn.Module, *args: Any, **kwargs: Any) -> int:
@@ -52,14 +51,22 @@ def activation_bytes(policy: ActivationPolicy | None, module: nn.Module, *args: 
             # Results of something else, which nobody holds here.
             args, kwargs = tree_map_only(Tensor, torch.clone, leaves)
             apart = _moving(policy, (args, kwargs)) | _storages_of(own.values())
-            if policy is None or isinstance(policy, OffloadActivations):
-                with nullcontext() if policy is None else _leaving(policy.stash):
-                    out = forward(*args, **kwargs)
-            else:
-                recompute = replace(policy, inputs=None) if isinstance(policy, Recompute) else policy
-                out = recompute.run(module, forward, args, kwargs)
+            out = forward(*args, **kwargs) if policy is None else around(policy, module, forward)(*args, **kwargs)
             del args, kwargs
         return int(seen.nbytes_alive(but_for=apart | _storages_of(tree_leaves(out))))
+
+
+def around(policy: ActivationPolicy, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """``forward`` of ``module`` under ``policy``, for a look at what it keeps; what would go to the host is dropped."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if isinstance(policy, OffloadActivations):
+            with _leaving(policy.stash):
+                return forward(*args, **kwargs)
+        recompute = replace(policy, inputs=None) if isinstance(policy, Recompute) else policy
+        return recompute.run(module, forward, args, kwargs)
+
+    return run
 
 
 def _leaving(stash: HostStash) -> Any:

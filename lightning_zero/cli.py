@@ -1,5 +1,7 @@
-"""The command ``lightning-zero``, for what one process does to a checkpoint, without a GPU.
+"""The command ``lightning-zero``: plans, and what one process does to a checkpoint. No GPU is needed.
 
+lightning-zero estimate --params 7.5B --gpus 64 --gpu-memory 80GB
+lightning-zero page
 lightning-zero inspect CHECKPOINT
 lightning-zero export CHECKPOINT OUT --format safetensors|ckpt
 """
@@ -14,6 +16,8 @@ from pathlib import Path
 
 from lightning_zero.checkpoint.reading import describe, export_file, export_safetensors
 from lightning_zero.checkpoint.stored import CheckpointError
+from lightning_zero.planner.command import add_commands, run_estimate, run_page
+from lightning_zero.planner.question import PlanError
 
 __all__ = ["main"]
 
@@ -22,7 +26,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     args = _parser().parse_args(arguments)
     try:
-        if args.command == "inspect":
+        if args.command == "estimate":
+            run_estimate(args)
+        elif args.command == "page":
+            run_page(args)
+        elif args.command == "inspect":
             print(describe(args.checkpoint))
         elif args.format == "ckpt":
             export_file(args.checkpoint, args.out)
@@ -30,6 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             prefix = export_safetensors(args.checkpoint, args.out, args.prefix, int(args.shard_gb * 1e9))
             if prefix:
                 print(f"Names are without {prefix!r}, where this module holds its model.")
+    except PlanError as error:
+        print(f"lightning-zero: {error}", file=sys.stderr)
+        return 2
     except (CheckpointError, OSError, ImportError, pickle.UnpicklingError) as error:
         print(f"lightning-zero: {error}", file=sys.stderr)
         return 1
@@ -37,8 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="lightning-zero", description="Look at a checkpoint, or export it.")
+    description = "Plan a run; look at a checkpoint, or export it."
+    parser = argparse.ArgumentParser(prog="lightning-zero", description=description)
     commands = parser.add_subparsers(dest="command", required=True)
+    add_commands(commands)
     inspect = commands.add_parser("inspect", help="names, shapes, dtypes and sizes in a checkpoint, and what wrote it")
     inspect.add_argument("checkpoint", type=Path, help="a file or a directory")
     export = commands.add_parser("export", help="write a checkpoint in another form, in bounded memory")

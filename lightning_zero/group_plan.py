@@ -78,7 +78,7 @@ class GroupPlan:
     @property
     def gradient_bytes(self) -> int:
         """Of whole gradients that wait for their reduction; 0 where whole gradients rest."""
-        if not self.trained or self.placements.keeps_whole_gradients:
+        if not self.trained or (self.placements.keeps_whole_gradients and not self.offloaded):
             return 0
         return self.layout.total * self.dtypes.gradient.itemsize
 

@@ -1,0 +1,1 @@
+"""Will it fit? What training will hold and send, before anything is rented or allocated."""

@@ -1,0 +1,96 @@
+"""Bytes that a whole training forward of a module leaves for its backward, found without memory or computation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_zero.activation import ActivationPolicy, activation_policies, chosen_policies
+from lightning_zero.activation_bytes import activation_bytes, around
+
+__all__ = ["model_activation_bytes"]
+
+_AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+
+
+def model_activation_bytes(
+    module: nn.Module,
+    members: Sequence[nn.Module],
+    precision: str,
+    micro_batch: int,
+    seq_len: int | None,
+    policy: str = "",
+) -> float | None:
+    """Bytes kept from forward to backward of one micro-batch; of what is recomputed, one unit is whole again besides.
+
+    Args:
+        module: a Hugging Face model of tokens, or one with an ``example_input_array``, as a LightningModule may have.
+        members: the modules of its units.
+        precision: the Trainer's.
+        micro_batch: sequences.
+        seq_len: tokens of each.
+        policy: what units keep, a name that ``activation_checkpointing`` takes; "" is everything.
+
+    Returns:
+        ``None`` where nobody says what the forward takes.
+    """
+    inputs = _inputs(module, micro_batch, seq_len)
+    if inputs is None:
+        return None
+
+    def kept(policies: list[ActivationPolicy]) -> int:
+        autocast = torch.autocast("cpu", _AUTOCAST[precision]) if precision in _AUTOCAST else nullcontext()
+        with _applied(chosen_policies(module, members, policies)), autocast:
+            return activation_bytes(None, _Loss(module), *inputs[0], **inputs[1])
+
+    everything = kept([])
+    if not policy:
+        return float(everything)
+    chosen = kept(activation_policies(policy))
+    return chosen + max(0, everything - chosen) / max(1, len(members))
+
+
+def _inputs(module: nn.Module, micro_batch: int, seq_len: int | None) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    config: Any = getattr(module, "config", None)
+    if seq_len is not None and hasattr(config, "vocab_size") and getattr(module, "main_input_name", "") == "input_ids":
+        tokens = torch.zeros(micro_batch, seq_len, dtype=torch.long)
+        inputs: dict[str, Any] = {"input_ids": tokens}
+        if "ForCausalLM" in type(module).__name__ or "ForMaskedLM" in type(module).__name__:
+            inputs["labels"] = tokens
+        if getattr(config, "use_cache", False):
+            inputs["use_cache"] = False
+        return (), inputs
+    example: Any = getattr(module, "example_input_array", None)
+    if example is None:
+        return None
+    if isinstance(example, dict):
+        return (), example
+    return (example if isinstance(example, tuple) else (example,)), {}
+
+
+@contextmanager
+def _applied(policy_of: dict[nn.Module, ActivationPolicy]) -> Iterator[None]:
+    for part, policy in policy_of.items():
+        part.forward = around(policy, part, part.forward)
+    try:
+        yield
+    finally:
+        for part in policy_of:
+            del part.forward
+
+
+class _Loss(nn.Module):
+    """What a training step keeps of a forward: its loss, where it computes one."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        out = self.module(*args, **kwargs)
+        loss = getattr(out, "loss", None)
+        return out if loss is None else loss
