@@ -96,6 +96,8 @@ class Collectives:
         self.meet: Callable[[str], object] | None = None
         """Called with its purpose before a collective: other ranks may need something first. Not before gathers, which
         are what they may need, and not before the exchanges that tell."""
+        self.on_begin: Callable[[str, int], None] | None = None
+        """Called with the purpose of a collective and its bytes, as they are counted."""
         self.calls: Counter[str] = Counter()
         """Number of collectives by purpose."""
         self.payload: Counter[str] = Counter()
@@ -142,6 +144,8 @@ class Collectives:
         self._count(purpose, tensor, times)
 
     def _count(self, purpose: str, tensor: Tensor, times: int = 1) -> None:
+        if self.on_begin is not None:
+            self.on_begin(purpose, times * tensor.numel() * tensor.element_size())
         self.calls[purpose] += 1
         self.payload[purpose] += times * tensor.numel()
         self.nbytes[purpose] += times * tensor.numel() * tensor.element_size()

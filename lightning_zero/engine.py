@@ -25,6 +25,7 @@ from lightning_zero.collectives import Collectives
 from lightning_zero.compiled import CompiledForwards
 from lightning_zero.flat_buffer import BufferPool
 from lightning_zero.holders import drop_references, flatten_again
+from lightning_zero.in_flight import InFlight
 from lightning_zero.lane import Background
 from lightning_zero.lockstep import FLOWING, Lockstep
 from lightning_zero.offload import OffloadError, OffloadTarget
@@ -81,7 +82,8 @@ class Engine(GroupObserver):
         self.stage_placements = placements
         self.placements = placements_of(placements, collectives.world_size, offload)
         self.pool = BufferPool(collectives.device)
-        self._held: dict[int, ParamGroup] = {}
+        self.in_flight: InFlight[ParamGroup] = InFlight()
+        """Whole buffers that do not rest."""
         self._buffers_differ = False
         self.has_steps = False
         """Whether someone marks training steps, as a Trainer does; else each training forward is one."""
@@ -95,7 +97,7 @@ class Engine(GroupObserver):
         with torch.inference_mode(False), torch.no_grad():
             adopt_buffers(module, recipe.buffers, collectives)
             blueprint = Blueprint(module, plan, self.placements, recipe, collectives.world_size, offload)
-            assembly = Assembly(blueprint, collectives, self.pool, self._held, offload, local_ranks)
+            assembly = Assembly(blueprint, collectives, self.pool, self.in_flight, offload, local_ranks)
         self.root, self.units = assembly.root, assembly.units
         self._offloading = assembly.offloading
         self.groups = [group for unit in (self.root, *self.units) for group in unit.groups]
@@ -103,7 +105,7 @@ class Engine(GroupObserver):
             self.groups, collectives, self._forward_order, lambda: self.windows.path, self._end_backward
         )
         self.lockstep = Lockstep([self.root, *self.units], collectives)
-        self.windows = Windows(self.root, self.units, self._held, self.reducer.begin, self.lockstep)
+        self.windows = Windows(self.root, self.units, self.in_flight, self.reducer.begin, self.lockstep)
         collectives.meet = _meeting(self)
         for group in self.groups:
             group.observer = self
@@ -327,7 +329,7 @@ class Engine(GroupObserver):
             group.observer = GroupObserver()
         if self.background is not None:
             self.background.close(waits)
-        for collection in (self.groups, self.units, self._forwards, self._held):
+        for collection in (self.groups, self.units, self._forwards, self.in_flight):
             collection.clear()
         del self.reducer, self.windows, self.root
 

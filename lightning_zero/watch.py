@@ -11,6 +11,7 @@ import itertools
 import logging
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -52,6 +53,10 @@ class Watch:
         self._patience = PATIENCE if patience is None else patience
         self._stack: list[tuple[str, float]] = []
         self._last = ("nothing yet", time.monotonic())
+        self.waited = 0.0
+        """Seconds that this rank has waited in all. On a GPU the stream waits, mostly, and not the host."""
+        self.on_wait: Callable[[str, float, float], None] | None = None
+        """Called with what a wait was for, and when it began and ended, in seconds of `time.monotonic`."""
         self._stopped = threading.Event()
         if world_size > 1:
             threading.Thread(target=self._run, name="lightning_zero watch", daemon=True).start()
@@ -109,7 +114,13 @@ class _Waiting:
         self._watch._stack.append((self._what, time.monotonic()))
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        self._watch._last = self._watch._stack.pop()
+        watch = self._watch
+        watch._last = what, since = watch._stack.pop()
+        now = time.monotonic()
+        if not watch._stack:  # a wait inside a wait counts once
+            watch.waited += now - since
+        if watch.on_wait is not None:
+            watch.on_wait(what, since, now)
         if kind is RuntimeError or kind is dist.DistBackendError:
             raise CollectiveFailedError(
                 f"rank {self._watch._rank} waited for {self._what}, which did not come: {error}. Another rank may have"

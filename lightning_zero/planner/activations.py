@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from lightning_zero.activation import ActivationPolicy, activation_policies, chosen_policies
 from lightning_zero.activation_bytes import activation_bytes, around
+from lightning_zero.autocast import is_multiplied
+from lightning_zero.holders import Holder, holders_of_parameters
 
 __all__ = ["model_activation_bytes"]
 
@@ -24,6 +27,7 @@ def model_activation_bytes(
     micro_batch: int,
     seq_len: int | None,
     policy: str = "",
+    narrow: bool = True,
 ) -> float | None:
     """Bytes kept from forward to backward of one micro-batch; of what is recomputed, one unit is whole again besides.
 
@@ -34,6 +38,7 @@ def model_activation_bytes(
         micro_batch: sequences.
         seq_len: tokens of each.
         policy: what units keep, a name that ``activation_checkpointing`` takes; "" is everything.
+        narrow: whether weights of products are gathered in autocast's dtype; else it keeps casts of them, too.
 
     Returns:
         ``None`` where nobody says what the forward takes.
@@ -42,9 +47,11 @@ def model_activation_bytes(
     if inputs is None:
         return None
 
+    casts = _AUTOCAST[precision] if narrow and precision in _AUTOCAST else None
+
     def kept(policies: list[ActivationPolicy]) -> int:
         autocast = torch.autocast("cpu", _AUTOCAST[precision]) if precision in _AUTOCAST else nullcontext()
-        with _applied(chosen_policies(module, members, policies)), autocast:
+        with _unpacked(), _gathered_in(casts, module), _applied(chosen_policies(module, members, policies)), autocast:
             return activation_bytes(None, _Loss(module), *inputs[0], **inputs[1])
 
     everything = kept([])
@@ -70,6 +77,43 @@ def _inputs(module: nn.Module, micro_batch: int, seq_len: int | None) -> tuple[t
     if isinstance(example, dict):
         return (), example
     return (example if isinstance(example, tuple) else (example,)), {}
+
+
+@contextmanager
+def _unpacked() -> Iterator[None]:
+    """Context in which transformers takes no batch for several sequences in a row.
+
+    Of a tensor without values it cannot tell, and would keep a mask that a real forward does without.
+    """
+    masks = sys.modules.get("transformers.masking_utils")
+    find = getattr(masks, "find_packed_sequence_indices", None)
+    if find is not None:
+        vars(masks)["find_packed_sequence_indices"] = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        if find is not None:
+            vars(masks)["find_packed_sequence_indices"] = find
+
+
+@contextmanager
+def _gathered_in(dtype: torch.dtype | None, module: nn.Module) -> Iterator[None]:
+    """Context in which the weights of products, on ``meta``, have ``dtype``."""
+    places = [] if dtype is None else list(_products(module))
+    for holder, value in places:
+        narrow = torch.empty_like(value, dtype=dtype)
+        holder.module._parameters[holder.attribute] = nn.Parameter(narrow, value.requires_grad)
+    try:
+        yield
+    finally:
+        for holder, value in places:
+            holder.module._parameters[holder.attribute] = value
+
+
+def _products(module: nn.Module) -> Iterator[tuple[Holder, nn.Parameter]]:
+    for value, holders in holders_of_parameters(module).items():
+        if all(is_multiplied(holder.module, holder.attribute, value) for holder in holders):
+            yield from ((holder, cast(nn.Parameter, value)) for holder in holders)
 
 
 @contextmanager

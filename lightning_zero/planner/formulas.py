@@ -192,7 +192,7 @@ def paper_formula(stage: int, optimizer: str, offload: bool) -> tuple[Formula, F
 
 
 def formula_table() -> dict[str, Any]:
-    """All coefficients by ``stage/precision/optimizer/offload``, for readers in other languages."""
+    """All coefficients by stage, precision, optimizer and offload, for readers in other languages."""
 
     def pair(formula: Formula) -> list[float]:
         return [formula.whole, formula.share]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -175,7 +175,7 @@ class ModuleSubject:
         self.module = module
         self.title = title
         self._units = find_units(module, units)
-        self._activations: dict[tuple[str, str, int, int | None], float | None] = {}
+        self._activations: dict[tuple[Any, ...], float | None] = {}
 
     @property
     def numel(self) -> float:
@@ -189,13 +189,14 @@ class ModuleSubject:
         taken = set() if target is None else offloaded_units(target, likely_bytes(blueprint), torch.device("cpu"))
         return list(blueprint.units(lambda unit, trained: target is not None and unit in taken and trained))
 
-    def need(self, choice: Choice, question: Question, gpus: int) -> Need:
+    def need(self, choice: Choice, question: Question, gpus: int, rank: int = 0) -> Need:
+        """As for any subject; ranks differ by the padding at their end, and rank 0 has none."""
         units = self.units(choice, question, gpus)
         plans = [group.plan for unit in units for group in unit.groups]
         size = OPTIMIZERS[question.optimizer]
 
         def state(off: bool) -> StateBytes:
-            found = [p.state_bytes(0, size.of(i := p.dtypes.main.itemsize) / i, off) for p in plans]
+            found = [p.state_bytes(rank, size.of(i := p.dtypes.main.itemsize) / i, off) for p in plans]
             return StateBytes(*(sum(getattr(one, kind.name) for one in found) for kind in fields(StateBytes)))
 
         *blocks, root = [_bytes_of(unit) for unit in units]
@@ -210,7 +211,7 @@ class ModuleSubject:
             paper=None,
             whole_units=root[0] + _largest_pair([whole for whole, _ in blocks]),
             unit_gradients=root[1] + (sum(gradients) if wait else _largest_pair(gradients)),
-            activations=self._activation_bytes(choice, question),
+            activations=self._activation_bytes(choice, question, narrow=bool(choice.stage) and gpus > 1),
             gathered=sum(p.gathered_bytes(question.accumulate) for p in plans),
             reduced=sum(p.reduced_bytes(question.accumulate) for p in plans),
             to_device=sum(p.layout.shard_numel * p.dtypes.model.itemsize for p in plans if p.offloaded),
@@ -218,12 +219,12 @@ class ModuleSubject:
             elements=sum(t.gathered + t.reduced for t in traffic) / max(trained, 1),
         )
 
-    def _activation_bytes(self, choice: Choice, question: Question) -> float | None:
-        key = (choice.activation_checkpointing, question.precision, question.micro_batch, question.seq_len)
+    def _activation_bytes(self, choice: Choice, question: Question, narrow: bool) -> float | None:
+        key = (choice.activation_checkpointing, question.precision, question.micro_batch, question.seq_len, narrow)
         if key not in self._activations:
             members = [member for unit in self._units for _, member in unit]
             self._activations[key] = model_activation_bytes(
-                self.module, members, question.precision, question.micro_batch, question.seq_len, key[0]
+                self.module, members, question.precision, question.micro_batch, question.seq_len, key[0], narrow
             )
         return self._activations[key]
 
