@@ -14,6 +14,7 @@ from lightning_zero.checkpoint.pretrained import load_pretrained
 from lightning_zero.checkpoint.stored import CheckpointError
 from lightning_zero.gathering import gathered
 from lightning_zero.held import held_bytes
+from lightning_zero.monitor import ZeROMonitor
 from lightning_zero.offload import HostMemory, MappedFile, OffloadError, OffloadTarget
 from lightning_zero.placements import STAGES
 from lightning_zero.planner.estimate import Estimate, estimate
@@ -38,6 +39,7 @@ __all__ = [
     "PytorchLightningZeROStrategy",
     "Recompute",
     "Selective",
+    "ZeROMonitor",
     "ZeROStrategy",
     "activation_bytes",
     "estimate",

@@ -31,6 +31,7 @@ class Flavour:
         rank_zero_info: logs on rank 0.
         rank_zero_warn: warns on rank 0.
         callbacks: its module of callbacks.
+        available_flops: what a device can do a second in a dtype; ``None`` where its `fabric` does not know it.
         checkpoint_io: its ``TorchCheckpointIO``, which reads and writes files where nobody plugged in another one.
     """
 
@@ -43,6 +44,7 @@ class Flavour:
     rank_zero_info: Any
     rank_zero_warn: Any
     callbacks: Any
+    available_flops: Any
     checkpoint_io: Any
 
     @contextmanager
@@ -102,5 +104,6 @@ def _flavour(name: str, pytorch: str, fabric: str) -> Flavour:
         rank_zero_info=rank_zero.rank_zero_info,
         rank_zero_warn=rank_zero.rank_zero_warn,
         callbacks=import_module(f"{pytorch}.callbacks"),
+        available_flops=import_module(f"{fabric}.utilities.throughput").get_available_flops,
         checkpoint_io=import_module(f"{fabric}.plugins.io.torch_io").TorchCheckpointIO,
     )

@@ -90,6 +90,17 @@ class GroupPlan:
         """Payload of its reductions in one optimizer step; a rank sends (N - 1) / N of it."""
         return self._traffic(micro_batches)[1] * self.dtypes.reduce.itemsize
 
+    @property
+    def elements(self) -> float:
+        """Payload of an optimizer step of one micro-batch, as if it were all gathered twice: a root counts as others.
+
+        So the paper counts: 2 a trained parameter up to stage 2, 3 at stage 3.
+        """
+        if self.world_size == 1 or not self.trained:
+            return 0.0
+        traffic = self.placements.traffic(self.layout.total)
+        return traffic.gathered + traffic.reduced
+
     def _traffic(self, micro_batches: int) -> tuple[float, float]:
         if self.world_size == 1:
             return 0.0, 0.0

@@ -17,7 +17,7 @@ from lightning_zero.lane import Background
 from lightning_zero.offload import OffloadError, OffloadTarget
 from lightning_zero.sharded_parameter import ShardedParameter
 
-__all__ = ["Offloading", "likely_bytes", "offloaded_units"]
+__all__ = ["Offloading", "likely_bytes", "moments_of", "offloaded_units"]
 
 _MOMENTS = {
     "Adam": 2,
@@ -102,7 +102,7 @@ class Offloading:
         self._known.add(optimizer)
         offloaded = _offloaded_of(optimizer)
         new = sum(p.slicing.own.numel * p.element_size() for p in offloaded if p not in optimizer.state)
-        self._require_room(_moments_of(optimizer) * new, self._moments, f"the state of {type(optimizer).__name__}")
+        self._require_room(moments_of(optimizer) * new, self._moments, f"the state of {type(optimizer).__name__}")
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Have torch's fused kernel step what rests on the host, if the user asked for no implementation.
@@ -198,7 +198,7 @@ def _free_bytes(device: torch.device) -> int:
     return free_host_bytes() or 0
 
 
-def _moments_of(optimizer: Optimizer) -> float:
+def moments_of(optimizer: Optimizer) -> float:
     """Optimizer state in multiples of the weights; 0 where the class is unknown, which then fails when it allocates."""
     name = type(optimizer).__name__
     groups = optimizer.param_groups

@@ -22,7 +22,8 @@ FLOORS = {
     "param_group": 4, "param_hooks": 4, "gradients": 4,
     "unit": 5, "window": 5, "windowed_forward": 5, "compiled": 5, "reducer": 5, "lockstep": 5,
     "group_plan": 2, "in_flight": 2, "holders": 4, "blueprint": 5, "offloading": 5, "assembly": 5,
-    "engine": 6, "sharding": 6, "copies": 6, "gathering": 6, "held": 6, "host": 6, "checkpoint": 6, "planner": 6,
+    "engine": 6, "sharding": 6, "copies": 6, "gathering": 6, "held": 6, "host": 6, "checkpoint": 6,
+    "planner": 6, "recording": 6, "monitor_report": 0, "resident": 0, "monitor": 7,
     "callbacks": 7, "strategy": 7, "cli": 7, "__init__": 7,
 }  # fmt: skip
 
@@ -50,6 +51,7 @@ PUBLIC = [
     "PytorchLightningZeROStrategy",
     "Recompute",
     "Selective",
+    "ZeROMonitor",
     "ZeROStrategy",
     "activation_bytes",
     "estimate",

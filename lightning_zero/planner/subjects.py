@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from lightning_zero.blueprint import Blueprint, PlannedUnit, placements_of
+from lightning_zero.group_plan import GroupPlan
 from lightning_zero.offload import HostMemory
 from lightning_zero.offloading import likely_bytes, offloaded_units
 from lightning_zero.placements import STAGES, StateBytes
@@ -29,7 +30,7 @@ from lightning_zero.planner.question import PlanError, Question
 from lightning_zero.precision import RECIPES
 from lightning_zero.units import UnitSpec, find_units
 
-__all__ = ["Choice", "ModuleSubject", "Need", "SizeSubject", "Subject"]
+__all__ = ["Choice", "ModuleSubject", "Need", "SizeSubject", "Subject", "need_of"]
 
 
 @dataclass(frozen=True)
@@ -191,33 +192,14 @@ class ModuleSubject:
 
     def need(self, choice: Choice, question: Question, gpus: int, rank: int = 0) -> Need:
         """As for any subject; ranks differ by the padding at their end, and rank 0 has none."""
-        units = self.units(choice, question, gpus)
-        plans = [group.plan for unit in units for group in unit.groups]
         size = OPTIMIZERS[question.optimizer]
-
-        def state(off: bool) -> StateBytes:
-            found = [p.state_bytes(rank, size.of(i := p.dtypes.main.itemsize) / i, off) for p in plans]
-            return StateBytes(*(sum(getattr(one, kind.name) for one in found) for kind in fields(StateBytes)))
-
-        *blocks, root = [_bytes_of(unit) for unit in units]
-        gradients = [gradient for _, gradient in blocks]
-        wait = question.accumulate > 1 and not STAGES[choice.stage].reduces_every_backward
-        trained = sum(p.layout.total for p in plans if p.trained)
-        traffic = [STAGES[choice.stage].traffic(trained)] if gpus > 1 else []
-        off = state(True)
-        return Need(
-            on_device=state(False),
-            off_device=off,
-            paper=None,
-            whole_units=root[0] + _largest_pair([whole for whole, _ in blocks]),
-            unit_gradients=root[1] + (sum(gradients) if wait else _largest_pair(gradients)),
-            activations=self._activation_bytes(choice, question, narrow=bool(choice.stage) and gpus > 1),
-            gathered=sum(p.gathered_bytes(question.accumulate) for p in plans),
-            reduced=sum(p.reduced_bytes(question.accumulate) for p in plans),
-            to_device=sum(p.layout.shard_numel * p.dtypes.model.itemsize for p in plans if p.offloaded),
-            to_rest=off.gradients,
-            elements=sum(t.gathered + t.reduced for t in traffic) / max(trained, 1),
+        found = need_of(
+            [[group.plan for group in unit.groups] for unit in self.units(choice, question, gpus)],
+            rank,
+            lambda plan: size.of(plan.dtypes.main.itemsize) / plan.dtypes.main.itemsize,
+            question.accumulate,
         )
+        return replace(found, activations=self._activation_bytes(choice, question, bool(choice.stage) and gpus > 1))
 
     def _activation_bytes(self, choice: Choice, question: Question, narrow: bool) -> float | None:
         key = (choice.activation_checkpointing, question.precision, question.micro_batch, question.seq_len, narrow)
@@ -229,10 +211,39 @@ class ModuleSubject:
         return self._activations[key]
 
 
-def _bytes_of(unit: PlannedUnit) -> tuple[int, int]:
-    return (
-        sum(group.plan.whole_bytes for group in unit.groups),
-        sum(group.plan.gradient_bytes for group in unit.groups),
+def need_of(
+    units: Sequence[Sequence[GroupPlan]], rank: int, moments_of: Callable[[GroupPlan], float], micro_batches: int
+) -> Need:
+    """What ``rank`` needs for groups of units, the root's last, without activations.
+
+    Args:
+        moments_of: optimizer state of a group, in multiples of its main weights.
+        micro_batches: of an optimizer step.
+    """
+    plans = [plan for unit in units for plan in unit]
+
+    def state(off: bool) -> StateBytes:
+        found = [plan.state_bytes(rank, moments_of(plan), off) for plan in plans]
+        return StateBytes(*(sum(getattr(one, kind.name) for one in found) for kind in fields(StateBytes)))
+
+    *whole, root = [sum(plan.whole_bytes for plan in unit) for unit in units]
+    *gradients, root_gradients = [sum(plan.gradient_bytes for plan in unit) for unit in units]
+    wait = micro_batches > 1 and not any(plan.placements.reduces_every_backward for plan in plans)
+    trained = sum(plan.layout.total for plan in plans if plan.trained)
+    off = state(True)
+    return Need(
+        on_device=state(False),
+        off_device=off,
+        paper=None,
+        whole_units=root + _largest_pair(whole),
+        # Where they rest neither whole nor in shards, those of all micro-batches wait.
+        unit_gradients=root_gradients + (sum(gradients) if wait else _largest_pair(gradients)),
+        activations=None,
+        gathered=sum(plan.gathered_bytes(micro_batches) for plan in plans),
+        reduced=sum(plan.reduced_bytes(micro_batches) for plan in plans),
+        to_device=sum(plan.layout.shard_numel * plan.dtypes.model.itemsize for plan in plans if plan.offloaded),
+        to_rest=off.gradients,
+        elements=sum(plan.elements for plan in plans) / max(trained, 1),
     )
 
 
