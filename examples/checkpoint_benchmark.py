@@ -19,7 +19,6 @@ import shlex
 import shutil
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from importlib.metadata import version
@@ -31,6 +30,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from lightning.pytorch import LightningModule, Trainer
+from measuring import Peak
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -133,29 +133,6 @@ class Bench(Model):
                 torch.save(whole, file)
                 file.flush()
                 os.fsync(file.fileno())  # as the others do
-
-
-class Peak(threading.Thread):
-    """Most private memory of this process in a block, bytes above that at its beginning."""
-
-    def __enter__(self) -> "Peak":
-        self.ended = threading.Event()
-        self.begun, self.nbytes = self.private(), 0
-        self.start()
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.ended.set()
-        self.join()
-
-    def run(self) -> None:
-        while not self.ended.wait(0.01):
-            self.nbytes = max(self.nbytes, self.private() - self.begun)
-
-    @staticmethod
-    def private() -> int:
-        with open("/proc/self/smaps_rollup") as file:
-            return sum(int(line.split()[1]) * 1024 for line in file if line.startswith(("Private_Dirty", "Swap:")))
 
 
 def main() -> None:

@@ -1,14 +1,16 @@
-"""What one GPU can tell about this package, in one run of less than 8 minutes on an H200.
+"""What one GPU can tell about this package, in one run of less than 12 minutes on an H200.
 
     tests      python -m pytest tests/gpu
     table      step time and peak memory of a random Llama of a billion parameters: no strategy, zero1, zero2, zero3
-    profile    of a step of a smaller one, with its sharded path forced: device-to-device copies, beside the GPU's time
+    recipes    the same of 0.3 billion in each precision: no strategy, zero1, zero3
+    profile    of a step of that one, with its sharded path forced: device-to-device copies, beside the GPU's time
 
     python examples/gpu_check.py
+    python examples/benchmark.py --device cuda               the same without tests
     python examples/gpu_check.py --device cpu --small        the same at toy size, without tests that need a GPU
 
-One rank alone shards nothing, so the table shows what the engine costs; that of several GPUs is `benchmark.py --devices
-8`. The profile counts one rank as several, over a real process group of one.
+One rank alone shards nothing, so the tables show what the engine costs; those of several GPUs are `benchmark.py
+--device cuda --devices 8`. The profile counts one rank as several, over a real process group of one.
 """
 
 import argparse
@@ -30,14 +32,15 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "gpu")]
 
 import benchmark  # noqa: E402
+from contenders import PRECISIONS, RandomLlama, build_trainer, num_batches  # noqa: E402
 from one_gpu import OneOfMany  # noqa: E402
 
 from lightning_zero.collectives import Collectives  # noqa: E402
 
 CONTENDERS = ("none", "zero1", "zero2", "zero3")
-BILLION = ["--layers", "18", "--hidden", "2048", "--vocab", "32000", "--seq-len", "1024", "--batch-size", "4"]
-PROFILED = ["--layers", "4", "--hidden", "2048", "--vocab", "32000", "--seq-len", "1024", "--batch-size", "4"]
-TOY = ["--layers", "2", "--hidden", "64", "--vocab", "64", "--seq-len", "16"]
+BILLION = ["--model", "llama-1b", "--tokens", "1024", "--batch-size", "4"]
+SMALLER = ["--model", "llama-0.3b", "--tokens", "1024", "--batch-size", "4"]
+TOY = ["--model", "toy", "--tokens", "16"]
 PROFILED_STEP = 4
 
 
@@ -56,44 +59,33 @@ class StepProfiler(Callback):
             self.profile.stop()
 
 
-def benchmark_arguments(args: argparse.Namespace, size: list[str], contenders: str) -> list[str]:
+def arguments(device: str, small: bool, size: list[str], only: tuple[str, ...], precision: str) -> list[str]:
+    """Of `benchmark.py`, for one rank."""
     return [
-        *("--devices", "1", "--accelerator", "gpu" if args.device == "cuda" else "cpu", "--precision", "bf16-mixed"),
-        *("--rounds", "1", "--steps", "2" if args.small else "8", "--strategies", contenders),
-        *(TOY if args.small else size),
+        *("--device", device, "--devices", "1", "--precision", precision, "--rounds", "1"),
+        *("--steps", "2" if small else "8", "--only", *only),
+        *(TOY if small else size),
     ]
 
 
-def profile_step(args: argparse.Namespace, contender: str) -> None:
+def profile_step(device: str, small: bool, contender: str) -> None:
     """Print the device-to-device copies of one step, and the kernels that took the GPU's time."""
-    run = benchmark.build_parser().parse_args(benchmark_arguments(args, PROFILED, contender))
+    args = benchmark.build_parser().parse_args(arguments(device, small, SMALLER, (contender,), "bf16-mixed"))
+    args.steps = PROFILED_STEP + 2 - num_batches(args) + args.steps  # batches enough
     traced = StepProfiler()
-    trainer = Trainer(
-        strategy=benchmark.build_strategy(contender, "gpu"),  # in this process, which holds the group
-        accelerator=run.accelerator,
-        devices=1,
-        precision=run.precision,
-        max_steps=PROFILED_STEP + 2,
-        callbacks=[traced],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    run.steps = PROFILED_STEP  # batches enough
-    trainer.fit(benchmark.RandomLlama(run))
+    build_trainer(args, contender, traced).fit(RandomLlama(args))  # in this process, which holds the group
     events = traced.profile.events() or []
     copies = Counter(event.name for event in events if "Memcpy" in event.name)
     kernels = traced.profile.key_averages()
     busy = sum(kernel.self_device_time_total for kernel in kernels if kernel.device_type.name == "CUDA")
     print(f"\n{contender}: {busy / 1000:.2f} ms on the GPU; copies: {dict(copies) or 'none seen'}", flush=True)
-    if args.device == "cuda":
+    if device == "cuda":
         print(kernels.table(sort_by="self_device_time_total", row_limit=12, max_name_column_width=60))
 
 
-def profile_all(args: argparse.Namespace) -> None:
+def profile_all(device: str, small: bool) -> None:
     """`profile_step` of every contender, with one rank that counts as several."""
-    backend = "nccl" if args.device == "cuda" else "gloo"
+    backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     flags = dist.new_group([0], backend="gloo")
 
@@ -104,8 +96,20 @@ def profile_all(args: argparse.Namespace) -> None:
 
     Collectives.of = of  # type: ignore[method-assign, assignment]
     for contender in CONTENDERS:
-        profile_step(args, contender)
+        profile_step(device, small, contender)
     dist.destroy_process_group()
+
+
+def check(device: str, small: bool) -> None:
+    """Print both tables and the profiles."""
+    print("\n== table", flush=True)
+    benchmark.main(arguments(device, small, BILLION, CONTENDERS, "bf16-mixed"))
+    for precision in PRECISIONS:
+        if device == "cuda" or precision in ("32-true", "bf16-mixed", "bf16-true", "bf16-true-main32"):
+            print(f"\n== recipe {precision}", flush=True)
+            benchmark.main(arguments(device, small, SMALLER, ("none", "zero1", "zero3"), precision))
+    print("\n== profile", flush=True)
+    profile_all(device, small)
 
 
 def main() -> None:
@@ -119,16 +123,9 @@ def main() -> None:
     name = torch.cuda.get_device_name() if args.device == "cuda" else platform.machine()
     cuda = f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}" if args.device == "cuda" else "no CUDA"
     print(f"{datetime.date.today()}, {name}, {cuda}")
-
     print("\n== tests", flush=True)
     tests = subprocess.run([sys.executable, "-m", "pytest", "-q", "-rs", "--durations=5", "tests/gpu"], cwd=ROOT)
-
-    print("\n== table", flush=True)
-    sys.argv = ["examples/benchmark.py", *benchmark_arguments(args, BILLION, ",".join(CONTENDERS))]
-    benchmark.main()
-
-    print("\n== profile", flush=True)
-    profile_all(args)
+    check(args.device, args.small)
     print(f"\n{time.perf_counter() - started:.0f} s in all; tests {'failed' if tests.returncode else 'passed'}")
     raise SystemExit(tests.returncode)
 

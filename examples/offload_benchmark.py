@@ -33,22 +33,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from benchmark import (
-    HEAD_DIM,
-    MIN_WARMUP,
-    Clock,
-    environment,
-    format_spread,
-    llama_config,
-    peak_bytes,
-    positive,
-    spread,
-)
+from llamas import HEAD_DIM, build_llama, llama, random_tokens
+from measuring import MIN_WARMUP, Clock, environment, format_columns, format_spread, peak_bytes, positive, spread
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.optim import AdamW
-from transformers import LlamaForCausalLM
 
 import lightning_zero
 from lightning_zero import HostMemory, MappedFile, OffloadTarget, PrecisionRecipe
@@ -57,7 +47,6 @@ from lightning_zero.engine import engine_of
 CONTENDERS = ("none", "host", "parameters", "auto", "disk", "waiting", "fsdp")
 LEARNING_RATE = 1e-4
 MAX_NORM = 1.0
-SEED = 0
 
 SIZES = {
     "29M": {"layers": 8, "hidden": 512, "vocab": 4096, "seq_len": 128, "batch_size": 1},
@@ -74,9 +63,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 def build_model(args: argparse.Namespace, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """A Llama with random weights of ``dtype``, equal for every contender, on the host."""
-    torch.manual_seed(SEED)
     with device:  # billions of random numbers take minutes on a CPU
-        model = LlamaForCausalLM(llama_config(args))
+        model = build_llama(llama(args.layers, args.hidden, args.vocab), args.seq_len)
     for parameter in model.parameters():  # buffers, which hold angles, keep theirs
         parameter.data = parameter.data.to("cpu", dtype)
     if args.checkpointing:
@@ -124,8 +112,7 @@ def shard_with_fsdp(args: argparse.Namespace, device: torch.device) -> nn.Module
 def tokens_of(args: argparse.Namespace, rank: int, device: torch.device) -> Tensor:
     """Frequent and rare tokens, of shape (steps, micro-batches, batch, sequence)."""
     shape = (num_steps(args), args.micro_batches, args.batch_size, args.seq_len)
-    draws = torch.rand(shape, generator=torch.Generator().manual_seed(SEED + rank))
-    return (draws**4 * args.vocab).long().to(device)
+    return random_tokens(shape, args.vocab, rank).to(device)
 
 
 def num_steps(args: argparse.Namespace) -> int:
@@ -352,8 +339,7 @@ def format_table(rows: list[dict[str, Any]]) -> str:
         megabytes = [cell(None if value is None else value / 1e6, "{:.1f}") for value in (*nbytes, *peaks)]
         tokens, loss = f"{row['tokens_per_second']:.0f}", f"{row['loss']:.5f}"
         lines.append((row["contender"], *times, ratio, tokens, *update, *megabytes, loss))
-    widths = [max(len(line[column]) for line in lines) + 2 for column in range(len(titles))]
-    return "\n".join(line[0].ljust(widths[0]) + "".join(map(str.rjust, line[1:], widths[1:])) for line in lines)
+    return format_columns(lines)
 
 
 def cell(value: float | None, form: str) -> str:
