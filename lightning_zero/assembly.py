@@ -13,6 +13,7 @@ from lightning_zero.lane import Lane
 from lightning_zero.offload import OffloadTarget
 from lightning_zero.offloading import Offloading
 from lightning_zero.param_group import ParamGroup
+from lightning_zero.progress import progress
 from lightning_zero.unit import Unit
 
 __all__ = ["Assembly", "adopt_buffers"]
@@ -53,7 +54,9 @@ class Assembly:
         if offload is not None:
             self.offloading = Offloading(offload, blueprint, collectives, local_ranks)
         takes = self.offloading.takes if self.offloading is not None else _takes_nothing
-        built = [self._unit(planned) for planned in blueprint.units(takes)]
+        planned_units = list(blueprint.units(takes))
+        shown = progress(planned_units, "Sharding", collectives.rank == 0)
+        built = [self._unit(planned) for planned in shown]
         self.units = built[:-1]
         """In the order of the blueprint."""
         self.root = built[-1]

@@ -24,6 +24,7 @@ from lightning_zero.blueprint import Blueprint, placements_of
 from lightning_zero.collectives import Collectives
 from lightning_zero.compiled import CompiledForwards
 from lightning_zero.flat_buffer import BufferPool
+from lightning_zero.group_plan import GroupPlan
 from lightning_zero.holders import drop_references, flatten_again
 from lightning_zero.in_flight import InFlight
 from lightning_zero.lane import Background
@@ -133,6 +134,11 @@ class Engine(GroupObserver):
         rank = self.collectives.rank
         planned = [group.plan.state_bytes(rank, moments, off) for group in self.groups for off in kinds]
         return StateBytes(*(sum(getattr(one, f.name) for one in planned) for f in fields(StateBytes)))
+
+    @property
+    def plans(self) -> list[list[GroupPlan]]:
+        """What the groups of each unit hold and send by formula, the root's last."""
+        return [[group.plan for group in unit.groups] for unit in (*self.units, self.root)]
 
     @property
     def background(self) -> Background | None:

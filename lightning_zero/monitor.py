@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 else:
     _Callback = installed_flavours()[0].callbacks.Callback
 
-__all__ = ["ZeROMonitor", "planned_need"]
+__all__ = ["ZeROMonitor"]
 
 _STEPS = 3
 """Optimizer steps before one is recorded: the first ones learn the order of units and take their buffers."""
@@ -35,11 +35,10 @@ _STEPS = 3
 _KINDS = ("parameters", "gradients", "optimizer")
 
 
-def planned_need(engine: Engine, optimizers: Sequence[torch.optim.Optimizer], micro_batches: int) -> Need:
+def _planned(engine: Engine, optimizers: Sequence[torch.optim.Optimizer], micro_batches: int) -> Need:
     """What this rank needs by formula, for the optimizers it has."""
     moments = max((moments_of(optimizer) for optimizer in optimizers), default=0.0)
-    units = [[group.plan for group in unit.groups] for unit in (*engine.units, engine.root)]
-    return need_of(units, engine.collectives.rank, lambda _: moments, micro_batches)
+    return need_of(engine.plans, engine.collectives.rank, lambda _: moments, micro_batches)
 
 
 @dataclass
@@ -93,6 +92,11 @@ class ZeROMonitor(_Callback):
         self.lines: list[Line] = []
         """Planned and measured, of this rank, at the end of fit."""
         self._reset()
+
+    @property
+    def table(self) -> str:
+        """`lines` as text; rank 0 logs it at the end of fit."""
+        return table_of(self.lines)
 
     def _reset(self) -> None:
         self._last: _Counts | None = None
@@ -166,6 +170,7 @@ class ZeROMonitor(_Callback):
 
     def _see(self, engine: Engine, module: nn.Module, optimizers: Any, kinds: Sequence[str]) -> None:
         """Bytes by kind: gradients are there before an optimizer step, its state after it."""
+        engine.finish_updates()  # what is on its way has a place of its own when it has arrived
         places: tuple[Where, ...] = ("device", "offloaded")
         for where in places:
             found = held_bytes(module, optimizers, where)
@@ -189,7 +194,7 @@ class ZeROMonitor(_Callback):
             "step_seconds": seconds,
         }
         self._averages |= self._speeds(trainer, module, engine, now.at - last.at)
-        self._need = planned_need(engine, trainer.optimizers, trainer.accumulate_grad_batches)
+        self._need = _planned(engine, trainer.optimizers, trainer.accumulate_grad_batches)
         local = {
             "memory_now_bytes": memory_now(engine.collectives.device),
             "memory_peak_bytes": memory_peak(engine.collectives.device),
@@ -236,7 +241,7 @@ class ZeROMonitor(_Callback):
         ]
         flavour = installed_flavours()[0]
         speed = f"{average['step_seconds'] * 1e3:,.1f} ms a step, of which {average['wait_seconds'] * 1e3:,.1f} waited"
-        flavour.rank_zero_info(f"Planned and measured, bytes of rank 0; {speed}.\n{table_of(self.lines)}")
+        flavour.rank_zero_info(f"Planned and measured, bytes of rank 0; {speed}.\n{self.table}")
         if self._report is not None and trainer.is_global_zero:
             title = f"{type(pl_module).__name__}, stage {trainer.strategy.stage}, {engine.collectives.world_size} ranks"
             recorded = self._recorded or Recording()

@@ -91,7 +91,7 @@ class Recording:
             return [[span.name, round(span.begin, 6), round(span.end, 6), span.nbytes] for span in found]
 
         return {
-            "seconds": self.seconds,
+            "seconds": round(self.seconds, 6),
             "whole": spans(self.whole),
             "sent": spans(self.sent),
             "waits": spans(self.waits),

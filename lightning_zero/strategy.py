@@ -45,6 +45,7 @@ from lightning_zero.copies import shard_copy, share_buffers, unshard_copy
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.host import host_fits
 from lightning_zero.offload import OffloadTarget
+from lightning_zero.out_of_memory import explained, is_out_of_memory
 from lightning_zero.placements import stage_placements
 from lightning_zero.precision import RECIPES, PrecisionRecipe
 from lightning_zero.sharding import checked_offload, shard, unshard
@@ -278,6 +279,10 @@ class _ZeROMixin(_DDPStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         self._interrupted = True
+        module = self.lightning_module
+        if is_out_of_memory(exception) and self.engine is not None and module is not None:
+            batches = module.trainer.accumulate_grad_batches
+            exception.args = (explained(exception, self.engine, module, self.optimizers, batches),)
         super().on_exception(exception)
 
     @contextmanager

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lightning_zero.checkpoint.stored import StoredTensor
 from lightning_zero.collectives import Collectives
 from lightning_zero.param_group import ParamGroup
+from lightning_zero.progress import progress
 from lightning_zero.sharded_parameter import ShardedTensor, ShardedView
 
 __all__ = ["full_optimizer_state", "full_state_dict", "full_values", "load_state_dict", "shard_optimizer_state"]
@@ -42,7 +43,8 @@ def full_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
             group.keep_writes()
     found: dict[Any, Any] = {}
     full = dict(state_dict)
-    for name, value in state_dict.items():
+    is_first = any(isinstance(v, ShardedTensor) and v.slicing.collectives.rank == 0 for v in state_dict.values())
+    for name, value in progress(list(state_dict.items()), "Gathering weights", is_first):
         place = (value.owner, value._index) if isinstance(value, ShardedTensor) and value.owner else id(value)
         if place not in found:
             found[place] = _full_value(value)
@@ -105,9 +107,10 @@ def full_optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
     packed = optimizer.state_dict()
     if "param_groups" not in packed:  # Lightning's stand-in where there is no optimizer
         return dict(packed)
+    is_first = any(isinstance(v, ShardedTensor) and v.slicing.collectives.rank == 0 for v in tree_leaves(packed))
     state = {
         key: {name: _full_value(value) for name, value in values.items()} if isinstance(values, dict) else values
-        for key, values in packed["state"].items()
+        for key, values in progress(list(packed["state"].items()), "Gathering optimizer state", is_first)
     }
     return {**packed, "state": state}
 
