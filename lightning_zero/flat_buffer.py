@@ -77,7 +77,7 @@ class BufferPool:
         """As `take`, and the pool's own tensor of the same memory, which lives as long as that is pooled."""
         with self._lock:
             slots = self._slots[numel, dtype]
-            slot = next((slot for slot in slots if slot.free), None)
+            slot = self._first_free(slots)
             if slot is None:
                 # A tensor made under inference mode could never be saved for a backward again.
                 with torch.inference_mode(False):
@@ -86,6 +86,14 @@ class BufferPool:
             elif self.poison and dtype.is_floating_point:
                 slot.buffer.fill_(float("nan"))
             return slot.buffer.detach(), slot.buffer
+
+    def _first_free(self, slots: list[_Slot]) -> _Slot | None:
+        """One that nobody uses, moved to the end: where many are taken one after another, the next one is in front."""
+        for place, slot in enumerate(slots):
+            if slot.free:
+                slots.append(slots.pop(place))
+                return slot
+        return None
 
     @property
     def nbytes(self) -> int:

@@ -479,7 +479,7 @@ class ParamGroup:
             _raw_grad.__set__(holder, None)
         if grad is None:  # it was frozen between forward and backward
             return
-        with torch.no_grad():
+        with torch.no_grad() if torch.is_grad_enabled() else nullcontext():  # where a backward builds a graph
             self.gradients.arrive(index, grad)
         self.observer.gradient_arrived(self, index)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 
@@ -34,8 +35,13 @@ class Partition:
 
     def fragment(self, shard: Tensor, index: int) -> Tensor:
         """Tensor ``index`` inside ``shard``, shape (layout.shard_numel,): this rank's elements, shape (n,)."""
-        piece = self.layout.fragment(index, self.shard)
-        return shard[piece.offset : piece.offset + piece.numel]
+        start, stop = self._bounds[index]
+        return shard[start:stop]
+
+    @cached_property
+    def _bounds(self) -> list[tuple[int, int]]:
+        pieces = [self.layout.fragment(index, self.shard) for index in range(len(self.slicings))]
+        return [(piece.offset, piece.offset + piece.numel) for piece in pieces]
 
     def own_shard(self, whole: Tensor) -> Tensor:
         """This rank's shard of ``whole``, a view."""

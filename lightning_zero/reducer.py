@@ -112,6 +112,7 @@ class Reducer:
         self._awaited: dict[ParamGroup, dict[int, int]] = {}
         self._completed: dict[ParamGroup, None] = {}
         self._launched: dict[ParamGroup, None] = {}
+        self._under_way: ParamGroup | None = None
         self._cursor = 0
 
     # During backward
@@ -184,8 +185,9 @@ class Reducer:
     def _launch(self, group: ParamGroup) -> None:
         # One reduction under way at a time: at most two units' gradients are whole, this one's and the next one's.
         # The others join it without waiting for anything but the start of this backward, so this cannot hang.
-        for other in self._launched:
-            other.gradients.settle()
+        if self._under_way is not None:
+            self._under_way.gradients.settle()
+        self._under_way = group
         group.gradients.reduce(more_follow=self.accumulating)
         self._launched[group] = None
 
@@ -238,6 +240,7 @@ class Reducer:
             if _LATE in flags if group in self._launched else any(flags):
                 self._launch(group)
         self._launched.clear()
+        self._under_way = None
         self._coming = None
         self._cursor = 0
         for group in self._groups:
@@ -279,6 +282,7 @@ class Reducer:
 
     def _forget(self) -> None:
         self._launched.clear()
+        self._under_way = None
         self._coming = None
         self._cursor = 0
         for group in self._groups:

@@ -93,6 +93,8 @@ def _refuse(name: str, action: str) -> NoReturn:
 
 def _wrapper(cls: type[Tensor], shape: torch.Size, **geometry: Any) -> Any:
     """A tensor without memory. Never one of inference mode, which torch would refuse as a view of a parameter."""
+    if not torch.is_inference_mode_enabled():
+        return torch.Tensor._make_wrapper_subclass(cls, shape, **geometry)
     with torch.inference_mode(False):
         return torch.Tensor._make_wrapper_subclass(cls, shape, **geometry)
 
@@ -352,7 +354,8 @@ class ShardedParameter(ShardedTensor):
     @property
     def requires_grad(self) -> bool:
         """Whether the parameter is trained; a window that is open follows."""
-        return bool(_raw_requires_grad.__get__(self))
+        with torch._C.DisableTorchFunctionSubclass():
+            return bool(_raw_requires_grad.__get__(self))
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:

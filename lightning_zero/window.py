@@ -406,7 +406,8 @@ class Windows:
             # Ranks may differ in which unit they need next; where all of them rest, all are gathered in one order.
             if self._flows:
                 self._flow()
-                self.refresh(unit)
+                if not unit.is_gathered:
+                    self.refresh(unit)
             else:
                 self.complete()
             for each in (self.root, *self.units) if not unit.is_gathered else ():

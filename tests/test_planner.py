@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers as hf
 from counting import allocations
 from distributed import run_ranks
@@ -17,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import lightning_zero
 from lightning_zero import PlanError, estimate
@@ -421,3 +423,37 @@ def test_a_model_is_built_without_weights(tmp_path: Path) -> None:
     assert found.recommendation.row is not None
     assert found.recommendation.row.choice.stage == 3
     assert all(row.need.activations for row in found.rows)
+
+
+# Many ranks, of which only one exists
+
+
+@pytest.mark.parametrize("world_size", [64, 1024])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_many_ranks_hold_what_is_planned(stage: int, world_size: int) -> None:
+    """Torch's fake process group: the engine is set up as on that many ranks, and rank 0 holds 1 / N, to the byte."""
+
+    def on_rank(_: int) -> tuple[Any, Any]:
+        dist.destroy_process_group()
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+        model = hf.LlamaForCausalLM(llama())
+        need = module_subject(model, "bf16-mixed").need(Choice(stage), Question(world_size, 1e9), world_size)
+        lightning_zero.shard(model, stage=stage, precision=RECIPES["bf16-mixed"])
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(2):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                llama_loss(model).backward()
+            engine = engine_of(model)
+            assert engine is not None
+            grads = lightning_zero.held_bytes(model).gradients
+            optimizer.step()
+        held = lightning_zero.held_bytes(model, [optimizer])
+        whole = 0 if engine.placements.keeps_whole_parameters else engine.in_flight.nbytes
+        planned = need.on_device
+        return (held.parameters - whole, grads, held.optimizer), (
+            planned.parameters, planned.gradients, planned.optimizer,
+        )  # fmt: skip
+
+    ((measured, planned),) = run_ranks(1, on_rank)
+    assert measured == planned
