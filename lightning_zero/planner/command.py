@@ -84,7 +84,7 @@ def run_estimate(args: argparse.Namespace) -> None:
 
 def run_page(args: argparse.Namespace) -> None:
     """Write the page, and open it."""
-    html = page_of(estimate(7.5e9, 64, "80GB"))
+    html = page_of(estimate(7.5e9, 64, "80GB", seq_len=4096))
     if args.html is not None:
         args.html.write_text(html)
         return

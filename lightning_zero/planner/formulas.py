@@ -211,7 +211,9 @@ def formula_table() -> dict[str, Any]:
                         "unit": found.unit,
                         "unitGradient": found.unit_gradient,
                         "gathered": found.gathered,
+                        "gathersOnce": found.gathers_once,
                         "reduced": found.reduced,
+                        "reducesOnce": found.reduces_once,
                         "elements": found.elements,
                     }
     return {
