@@ -97,9 +97,13 @@ def test_the_cheapest_plan_that_fits_comes_first() -> None:
     more = estimate(70, 8, 24, offload="").recommendation
     assert more.row is not None
     assert more.gpus > 8
-    held = more.row.need.device
-    fewer = SizeSubject(70e9).need(more.row.choice, Question(more.gpus, 24e9), more.gpus - 1).device
-    assert held <= 24e9 < fewer
+    # Beyond one node they come by nodes of 8: stage 3 with checkpoints or without is what is left to try.
+    assert more.gpus % 8 == 0
+    assert (
+        more.row.need.device <= 24e9 < min(row.need.device for row in estimate(70, more.gpus - 8, 24, offload="").rows)
+    )
+    odd = estimate(7, 9, 80)
+    assert "devices=3, num_nodes=3" in odd.recommendation.trainer
     assert f"on {more.gpus}" in more.reason
     none = estimate(500, 8, "1MB").recommendation
     assert none.row is None
@@ -418,11 +422,10 @@ def test_a_model_is_built_without_weights(tmp_path: Path) -> None:
     big = llama(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, vocab_size=128256,
                 num_attention_heads=64, num_key_value_heads=8)  # fmt: skip
     big.save_pretrained(tmp_path)
-    found = estimate(str(tmp_path / "config.json"), 64, "80GB", seq_len=4096)
+    found = estimate(str(tmp_path / "config.json"), 64, "80GB")
     assert found.subject.numel == pytest.approx(70.55e9, rel=1e-3)
     assert found.recommendation.row is not None
     assert found.recommendation.row.choice.stage == 3
-    assert all(row.need.activations for row in found.rows)
 
 
 # Many ranks, of which only one exists

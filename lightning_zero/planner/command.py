@@ -45,7 +45,7 @@ def add_commands(commands: Any) -> None:
     plan.add_argument("--seq-len", help="tokens of a sequence; without it activations are left out")
     plan.add_argument("--accumulate", default=1, help="micro-batches of an optimizer step")
     plan.add_argument("--lora-rank", help="train adapters of this rank, keep the rest frozen")
-    plan.add_argument("--nodes", help="hosts; default: 8 cards each")
+    plan.add_argument("--nodes", help="hosts; default: few, of at most 8 cards each")
     plan.add_argument("--bandwidth", help="bytes a second a card sends within a node, between nodes: 300GB/s,25GB/s")
     plan.add_argument("--gib", action="store_true", help="print GiB (2**30 bytes), not GB (1e9)")
     plan.add_argument("--json", action="store_true", help="for programs: bytes and seconds")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +10,7 @@ from torch import nn
 
 from lightning_zero.placements import STAGES
 from lightning_zero.planner.models import module_subject
-from lightning_zero.planner.question import PlanError, Question, count_of, memory_of, rate_of
+from lightning_zero.planner.question import CARDS_PER_NODE, PlanError, Question, count_of, memory_of, rate_of
 from lightning_zero.planner.report import text_of
 from lightning_zero.planner.rows import Recommendation, Row
 from lightning_zero.planner.subjects import Choice, SizeSubject, Subject
@@ -81,7 +80,7 @@ def estimate(
         seq_len: tokens of a sequence; default: activations are left out.
         accumulate: micro-batches of an optimizer step.
         lora_rank: train adapters of this rank on all products, and keep the rest frozen.
-        nodes: hosts; default: 8 cards each.
+        nodes: hosts, of equally many cards; default: as few as there can be with at most 8 each.
         bandwidth: bytes a second that a card sends within a node and between nodes, "300GB/s,25GB/s"; default: those.
 
     Raises:
@@ -144,7 +143,7 @@ def _row(subject: Subject, choice: Choice, question: Question) -> Row:
     gpus = question.gpus
     need = subject.need(choice, question, gpus)
     sent = (need.gathered + need.reduced) * (gpus - 1) / gpus
-    off = need.off_device.total * math.ceil(gpus / question.num_nodes)
+    off = need.off_device.total * gpus / question.num_nodes
     return Row(
         choice=choice,
         need=need,
@@ -181,23 +180,28 @@ def _recommended(subject: Subject, question: Question, rows: tuple[Row, ...]) ->
 
 def _with_more_cards(subject: Subject, question: Question) -> tuple[Row, Question] | None:
     """The fewest cards that something fits on: whole nodes, beyond one."""
-    per_node = math.ceil(question.gpus / question.num_nodes)
+    per_node = question.gpus // question.num_nodes if question.nodes else CARDS_PER_NODE
 
-    def fitting(gpus: int) -> tuple[Row, Question] | None:
-        asked = replace(question, gpus=gpus, nodes=max(1, gpus // per_node) if gpus % per_node == 0 else None)
+    def asked_for(size: int) -> Question:
+        """With ``size`` nodes; where nobody said how many cards these have, those of the first one come one by one."""
+        if question.nodes:
+            return replace(question, gpus=size * per_node, nodes=size)
+        return replace(question, gpus=size if size <= per_node else (size - per_node + 1) * per_node)
+
+    def fitting(size: int) -> tuple[Row, Question] | None:
+        asked = asked_for(size)
         rows = (_row(subject, choice, asked) for choice in _choices(asked))
         return next(((row, asked) for row in rows if row.fits), None)
 
-    step = per_node if question.num_nodes > 1 else 1
-    low, high = question.gpus // step, question.gpus // step
-    while (found := fitting(high * step)) is None:
+    low, high = 0, 1
+    while (found := fitting(high)) is None:
         low, high = high, 2 * high
-        if high * step > MOST_GPUS:
+        if asked_for(high).gpus > MOST_GPUS:
             return None
     # More cards never need more memory.
     while high - low > 1:
         middle = (low + high) // 2
-        better = fitting(middle * step)
+        better = fitting(middle)
         if better is None:
             low = middle
         else:

@@ -11,7 +11,7 @@ from lightning_zero.placements import STAGES
 from lightning_zero.planner.formulas import OPTIMIZERS
 from lightning_zero.precision import RECIPES
 
-__all__ = ["PlanError", "Question", "count_of", "memory_of", "rate_of"]
+__all__ = ["CARDS_PER_NODE", "PlanError", "Question", "count_of", "memory_of", "rate_of"]
 
 LARGEST_COUNT = 10**15
 """Parameters: beyond any model, so a slip of the keyboard."""
@@ -97,7 +97,7 @@ class Question:
         micro_batch: sequences a card computes with at once.
         seq_len: tokens of a sequence; ``None`` leaves activations out.
         accumulate: micro-batches of an optimizer step.
-        nodes: hosts; default: 8 cards each.
+        nodes: hosts, of equally many cards; default: as few as there can be with at most 8 each.
         bandwidth: bytes a second that a card sends within a node, and between nodes.
 
     Raises:
@@ -137,7 +137,10 @@ class Question:
     @property
     def num_nodes(self) -> int:
         """Hosts."""
-        return self.nodes or -(-self.gpus // CARDS_PER_NODE)
+        if self.nodes:
+            return self.nodes
+        fewest = -(-self.gpus // CARDS_PER_NODE)
+        return next(nodes for nodes in range(fewest, self.gpus + 1) if self.gpus % nodes == 0)
 
     @property
     def slowest_link(self) -> float:
