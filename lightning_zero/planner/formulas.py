@@ -3,7 +3,7 @@
     bytes = whole * psi + share * psi / N            psi: parameters, N: ranks
 
 The coefficients are read off the formulas that the engine is checked against, see `GroupPlan`. `paper_formula` counts
-as Rajbhandari 2020 (section 3.1) does: 2-byte weights and gradients, and an fp32 copy of the weights beside the moments.
+as Rajbhandari 2020 (section 3.1) does: 2-byte weights and gradients, and an fp32 copy of weights beside the moments.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from textwrap import fill
 from typing import Any
 
 from lightning_zero.planner.question import Question
@@ -15,6 +16,8 @@ __all__ = ["data_of", "text_of"]
 _HEADINGS = (
     "", "params", "grads", "optim", "units", "activ", "card", "fits by", "host/node", "sent/step", "x DP", "at least",
 )  # fmt: skip
+
+_WIDTH = 120
 
 Size = Callable[[float | None], str]
 
@@ -46,7 +49,8 @@ def text_of(
     for line in table:
         cells = [cell.rjust(width) for cell, width in zip(line, widths)]
         lines.append("  ".join([line[0].ljust(widths[0]), *cells[1:]]).rstrip())
-    lines += ["", *_notes(question, rows, size, unit), "", recommendation.reason]
+    notes = [fill(note, _WIDTH) for note in _notes(question, rows, size, unit)]
+    lines += ["", *notes, "", fill(recommendation.reason, _WIDTH)]
     if recommendation.trainer:
         lines.append(recommendation.trainer)
     return "\n".join(lines)
