@@ -55,7 +55,7 @@ def html_of(title: str, lines: Sequence[Line], averages: Mapping[str, float], re
         for line in lines
     )
     means = "".join(
-        f"<tr><th>{html.escape(name.replace('_', ' '))}</th><td>{value:,.6g}</td></tr>"
+        f"<tr><th>{html.escape(name.replace('_', ' '))}</th><td>{_figure(value)}</td></tr>"
         for name, value in averages.items()
     )
     # A name in the data must not end the element that it is in.
@@ -84,6 +84,10 @@ text {{ fill: var(--ink); font-size: 11px; }} .scroll {{ overflow-x: auto; }}
 """
 
 
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 or value == int(value) else f"{value:,.4g}"
+
+
 def _step(recording: Mapping[str, Any]) -> str:
     seconds = float(recording["seconds"])
     if not seconds:
@@ -97,17 +101,11 @@ def _step(recording: Mapping[str, Any]) -> str:
 <h3>Whole weights in flight</h3><p>At most {peak:,} bytes.</p>{_curve(recording["inFlight"], peak, x)}
 <h3>Which unit was whole when</h3>{_lanes(recording["whole"], "whole", x)}
 <h3>Collectives</h3><p>Where each began.</p>{_lanes(_short(recording["sent"], seconds), "sent", x)}
-<h3>Waits</h3>{_lanes(_by_length(recording["waits"]), "wait", x)}"""
+<h3>Waits of rank 0</h3>{_lanes(recording["waits"], "wait", x)}"""
 
 
 def _short(marks: Iterable[Sequence[Any]], seconds: float) -> list[Sequence[Any]]:
     return [(name, begin, begin + seconds / 300, nbytes) for name, begin, _, nbytes in marks]
-
-
-def _by_length(waits: Iterable[Sequence[Any]], most: int = 40) -> list[Sequence[Any]]:
-    """The longest ones, in the order of time."""
-    longest = sorted(waits, key=lambda span: span[1] - span[2])[:most]
-    return sorted(longest, key=lambda span: span[1])
 
 
 def _curve(points: Sequence[Sequence[float]], peak: float, x: Any) -> str:
@@ -125,8 +123,13 @@ def _curve(points: Sequence[Sequence[float]], peak: float, x: Any) -> str:
     )
 
 
+def _lane(name: str) -> str:
+    """Waits for "the weights of `net.0`" and "the weights of `net.1`" share one."""
+    return name.split(" of `")[0]
+
+
 def _lanes(spans: Sequence[Sequence[Any]], kind: str, x: Any) -> str:
-    names = list(dict.fromkeys(span[0] for span in spans))
+    names = list(dict.fromkeys(_lane(span[0]) for span in spans))
     if not names:
         return "<p>None.</p>"
     drawn = [
@@ -137,7 +140,7 @@ def _lanes(spans: Sequence[Sequence[Any]], kind: str, x: Any) -> str:
         width = max(1.0, x(end) - x(begin))
         tip = f"{name}: {1e3 * begin:,.2f} to {1e3 * end:,.2f} ms" + (f", {nbytes:,} bytes" if nbytes else "")
         drawn.append(
-            f'<rect class="{kind}" x="{x(begin):.1f}" y="{_LANE * names.index(name) + 3}" width="{width:.1f}"'
+            f'<rect class="{kind}" x="{x(begin):.1f}" y="{_LANE * names.index(_lane(name)) + 3}" width="{width:.1f}"'
             f' height="{_LANE - 5}"><title>{html.escape(tip)}</title></rect>'
         )
     size = f"0 0 {_WIDTH} {_LANE * len(names)}"
