@@ -25,7 +25,7 @@ from torch import Tensor
 from lightning_zero.flat_buffer import BufferPool
 from lightning_zero.offload import OffloadError, OffloadTarget
 
-__all__ = ["Background", "CopyStream", "Deferred", "Lane", "Mark"]
+__all__ = ["Background", "CopyStream", "Deferred", "Lane", "Mark", "value_of"]
 
 T = TypeVar("T")
 
@@ -185,6 +185,14 @@ class Deferred:
         self.dtype = dtype
         self.device = device
         self.value: Tensor | None = None
+
+
+def value_of(fragment: Tensor | Deferred) -> Tensor:
+    """What a fragment is, once the operation that makes it is done."""
+    if isinstance(fragment, Tensor):
+        return fragment
+    assert fragment.value is not None
+    return fragment.value
 
 
 class Lane:

@@ -119,7 +119,8 @@ class ParamGroup:
         self._pointed = False
         self._in_window = False
         self._exposed_versions: list[int] = []
-        self._placeholder = torch.full((), float("nan"), dtype=torch.float64, device=pool.device).to(self.model_dtype)
+        nothing = torch.full((), float("nan"), dtype=torch.float64, device=pool.device).to(self.model_dtype)
+        self._placeholders = [nothing.expand(slicing.shape) for slicing in self.slicings]
         self._writes = [0] * len(self.leaves)
         self._conceal()
 
@@ -261,8 +262,9 @@ class ParamGroup:
     def _show_leaves(self) -> None:
         whole = self._fresh and (self._in_window or self.placements.keeps_whole_parameters)
         kind = (NarrowParameter if self.dtypes.narrow else WholeParameter) if whole else ConcealedParameter
-        for leaf in self.leaves:
-            leaf.__class__ = kind
+        if type(self.leaves[0]) is not kind:  # all are of one
+            for leaf in self.leaves:
+                object.__setattr__(leaf, "__class__", kind)
 
     def reshard(self) -> None:
         """Let go of whole values, if they do not rest; what was written into them is kept."""
@@ -295,8 +297,8 @@ class ParamGroup:
     def _conceal(self) -> None:
         if not self.placements.keeps_whole_parameters:
             with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
-                for leaf, slicing in zip(self.leaves, self.slicings, strict=True):
-                    leaf.point_to(self._placeholder.expand(slicing.shape))
+                for leaf, placeholder in zip(self.leaves, self._placeholders, strict=True):
+                    leaf.point_to(placeholder)
         self._exposed_versions = []
         self._fresh = False
         self._show_leaves()

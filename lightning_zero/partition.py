@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from lightning_zero.layout import FlatLayout
@@ -30,8 +31,12 @@ class Partition:
 
     def view(self, whole: Tensor, index: int) -> Tensor:
         """Tensor ``index`` inside ``whole``, shape (layout.total,), in its global geometry."""
-        slicing = self.slicings[index]
-        return whole.as_strided(slicing.shape, slicing.stride, whole.storage_offset() + self.layout.offsets[index])
+        shape, stride, offset = self._places[index]
+        return whole.as_strided(shape, stride, whole.storage_offset() + offset)
+
+    @cached_property
+    def _places(self) -> list[tuple[torch.Size, tuple[int, ...], int]]:
+        return [(s.shape, s.stride, offset) for s, offset in zip(self.slicings, self.layout.offsets, strict=True)]
 
     def fragment(self, shard: Tensor, index: int) -> Tensor:
         """Tensor ``index`` inside ``shard``, shape (layout.shard_numel,): this rank's elements, shape (n,)."""

@@ -13,7 +13,6 @@ operation that would change a tensor's geometry raises.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
@@ -26,23 +25,19 @@ from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
 from torch.utils._foreach_utils import _foreach_supported_types as _utility_types
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_zero.lane import Deferred, Lane
+from lightning_zero.lane import Deferred, Lane, value_of
 from lightning_zero.sharded_parameter import ShardedParameter, ShardedTensor, ShardedView, install, writing
+from lightning_zero.sharded_reductions import LIST_REDUCTIONS, REDUCTIONS, NotInParts, Plan
 
 __all__ = ["UnplaceableWriteError", "dispatch"]
 
 aten = torch.ops.aten
 
-Plan = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
 Sharded = ShardedTensor | ShardedView
 
 
 class UnplaceableWriteError(RuntimeError):
     """An in-place operation changes a tensor in a way that fragments cannot follow."""
-
-
-class _NotAlike(Exception):
-    """Operands are cut differently, so the operation needs whole values."""
 
 
 # Elementwise in effect, though torch does not tag them so.
@@ -85,10 +80,9 @@ def _plan(func: Any) -> Plan:
         return _value_free
     if func is aten.index_put_.default:
         return _by_mask
-    if func in _REDUCTIONS:
-        return _REDUCTIONS[func]
-    if name in _LIST_REDUCTIONS:
-        return _LIST_REDUCTIONS[name]
+    reduction = REDUCTIONS.get(func) or LIST_REDUCTIONS.get(name)
+    if reduction is not None:
+        return partial(_reduction, reduction)
     if name.startswith(("_foreach_", "_fused_")):
         return _on_lists
     random = torch.Tag.nondeterministic_seeded in func.tags
@@ -110,6 +104,13 @@ def _refuse(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 def _in_parts(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """What inference mode hands over undivided: some, as `to` and `reshape`, only may return a view."""
     return func.decompose(*args, **kwargs)
+
+
+def _reduction(plan: Plan, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    try:
+        return plan(func, args, kwargs)
+    except NotInParts:
+        return _on_whole(func, args, kwargs)
 
 
 def _name_of(tensor: Any) -> str:
@@ -149,7 +150,7 @@ def _elementwise(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     try:
         local_args = [_local(value, lead) for value in args]
         local_kwargs = {key: _local(value, lead) for key, value in kwargs.items()}
-    except _NotAlike:
+    except NotInParts:
         return _on_whole(func, args, kwargs)
     with writing(written):
         out = _run(lead.lane, func, local_args, local_kwargs)
@@ -169,16 +170,16 @@ def _local(value: Any, lead: ShardedTensor) -> Any:
     """``value`` as it takes part in an operation on ``lead``'s fragment.
 
     Raises:
-        _NotAlike: ``value`` is broadcast against ``lead``.
+        NotInParts: ``value`` is broadcast against ``lead``.
     """
     if not isinstance(value, Tensor):
         return value
     if value.shape != lead.shape:
         if value.ndim == 0 and not isinstance(value, ShardedTensor):
             return _snapshot(value, lead)
-        raise _NotAlike
+        raise NotInParts
     if isinstance(value, ShardedTensor):
-        if not _alike(value, lead):
+        if not value.slicing.is_cut_as(lead.slicing):
             return _moved(lead.slicing.cut(value.whole()), lead)
         return value.handle if value.lane is lead.lane else _moved(value.fragment, lead)
     # A 0-dim plain operand of a 0-dim tensor broadcasts against the fragment, which may be empty here.
@@ -195,14 +196,8 @@ def _moved(value: Tensor, lead: ShardedTensor) -> Tensor:
     return value.to(lead.device, copy=lead.lane is not None)
 
 
-def _alike(a: ShardedTensor, b: ShardedTensor) -> bool:
-    return a.slicing is b.slicing or (
-        a.slicing.fragments == b.slicing.fragments and a.slicing.stride == b.slicing.stride
-    )
-
-
 def _are_alike(row: Sequence[Any], lead: ShardedTensor) -> bool:
-    return all(_alike(item, lead) for item in row if isinstance(item, ShardedTensor))
+    return all(item.slicing.is_cut_as(lead.slicing) for item in row if isinstance(item, ShardedTensor))
 
 
 # Operations that come later
@@ -220,14 +215,14 @@ def _run(lane: Lane | None, func: Any, args: Any, kwargs: Any) -> Any:
     if lane is None:
         return func(*args, **kwargs)
     if _written_positions(func):
-        lane.add(lambda: func(*_mapped(args, _made), **_mapped(kwargs, _made)))
+        lane.add(lambda: func(*_mapped(args, value_of), **_mapped(kwargs, value_of)))
         return None
     # Of nothing, it has at once the dtypes that it will have.
     like = func(*_mapped(args, _nothing), **_mapped(kwargs, _nothing))
     promised = _mapped(like, lambda tensor: Deferred(tensor.dtype, tensor.device))
 
     def operation() -> None:
-        out = func(*_mapped(args, _made), **_mapped(kwargs, _made))
+        out = func(*_mapped(args, value_of), **_mapped(kwargs, value_of))
         for deferred, value in zip(tree_leaves(promised), tree_leaves(out), strict=True):
             kept = func in _MAKES_STATE and value.device.type == "cpu"
             deferred.value = lane.allocate(value.numel(), value.dtype).copy_(value) if kept else value
@@ -243,13 +238,6 @@ def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(value, dict):
         return {key: _mapped(item, change) for key, item in value.items()}
     return type(value)([_mapped(item, change) for item in value]) if isinstance(value, list | tuple) else value
-
-
-def _made(fragment: Tensor | Deferred) -> Tensor:
-    if isinstance(fragment, Tensor):
-        return fragment
-    assert fragment.value is not None
-    return fragment.value
 
 
 def _nothing(fragment: Tensor | Deferred) -> Tensor:
@@ -286,7 +274,7 @@ def _on_lists(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             )
             for lane, rows_here in by_lane.items()
         }
-    except _NotAlike:
+    except NotInParts:
         return _one_by_one(func, args, kwargs, lists)
     results: list[Any] = [None] * len(leads)
     # Announced also where nothing of it lies: whole values become stale on all ranks or on none.
@@ -333,184 +321,6 @@ def _one_by_one(func: Any, args: Sequence[Any], kwargs: dict[str, Any], lists: S
             out = func(*row_args, **row_kwargs)
         results.extend(out or ())
     return results or None
-
-
-# Reductions
-
-
-def _sum(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    return _reduced(func, args, kwargs, "sum")
-
-
-def _mean(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    if not isinstance(args[0], ShardedTensor):
-        return _on_whole(func, args, kwargs)
-    dtype = kwargs.get("dtype") or args[0].dtype
-    wide = torch.float32 if dtype.itemsize == 2 else dtype
-    return (_sum(aten.sum.default, args, {"dtype": wide}) / args[0].slicing.numel).to(dtype)
-
-
-def _max(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    return _reduced(func, args, kwargs, "max")
-
-
-def _min(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    return _reduced(func, args, kwargs, "min")
-
-
-def _reduced(func: Any, args: Sequence[Any], kwargs: dict[str, Any], op: str) -> Any:
-    tensor = args[0]
-    if not isinstance(tensor, ShardedTensor) or len(args) > 1 or tensor.local_whole() is not None:
-        return _on_whole(func, args, kwargs)
-    local = tensor.fragment
-    if local.numel() or op == "sum":
-        out = func(local, **kwargs)
-    else:
-        out = _identity(local.dtype, op, local.device)
-    all_reduce = tensor.slicing.collectives.all_reduce
-    return all_reduce(out, op) if op == "sum" else _extreme(out, op, all_reduce)
-
-
-def _extreme(local: Tensor, op: str, all_reduce: Callable[..., Tensor]) -> Tensor:
-    """Maximum or minimum over ranks, NaN where any rank has one: collectives may drop it."""
-    if not local.dtype.is_floating_point:
-        return all_reduce(local, op)
-    is_nan = all_reduce(local.isnan().to(torch.uint8), "max").bool()
-    finite = torch.where(local.isnan(), _identity(local.dtype, op, local.device), local)
-    return all_reduce(finite, op).masked_fill_(is_nan, math.nan)
-
-
-def _identity(dtype: torch.dtype, op: str, device: torch.device) -> Tensor:
-    """What an empty fragment contributes to a maximum or minimum."""
-    info = torch.finfo(dtype) if dtype.is_floating_point else None
-    low, high = (-math.inf, math.inf) if info else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
-    return torch.tensor(low if op == "max" else high, dtype=dtype, device=device)
-
-
-def _any(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    return _boolean(func, args, kwargs, "max")
-
-
-def _all(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    return _boolean(func, args, kwargs, "min")
-
-
-def _boolean(func: Any, args: Sequence[Any], kwargs: dict[str, Any], op: str) -> Any:
-    tensor = args[0]
-    if not isinstance(tensor, ShardedTensor) or len(args) > 1 or tensor.local_whole() is not None:
-        return _on_whole(func, args, kwargs)
-    out = func(tensor.fragment).to(torch.uint8)
-    return tensor.slicing.collectives.all_reduce(out, op).to(torch.bool)
-
-
-def _equal(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    a, b = args
-    if a.shape != b.shape:
-        return False
-    if not (isinstance(a, ShardedTensor) and isinstance(b, ShardedTensor) and _alike(a, b)) or a.slicing.replicated:
-        return _on_whole(func, args, kwargs)
-    same = torch.tensor(func(a.fragment, b.fragment), dtype=torch.uint8, device=a.device)
-    return bool(a.slicing.collectives.all_reduce(same, "min").item())
-
-
-def _vector_norm(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    tensor = args[0]
-    order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
-    shaped = (len(args) > 2 and (args[2] is not None or (len(args) > 3 and args[3]))) or kwargs.get("keepdim", False)
-    if not isinstance(tensor, ShardedTensor) or shaped or kwargs.get("dim") or tensor.local_whole() is not None:
-        return _on_whole(func, args, kwargs)
-    return _norms([tensor], order, kwargs.get("dtype"))[0]
-
-
-def _foreach_norm(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
-    tensors = [item if isinstance(item, ShardedTensor) else None for item in args[0]]
-    norms = iter(_norms([tensor for tensor in tensors if tensor is not None], order, kwargs.get("dtype")))
-    return [
-        torch.linalg.vector_norm(_whole_of(plain), order, dtype=kwargs.get("dtype")) if tensor is None else next(norms)
-        for plain, tensor in zip(args[0], tensors, strict=True)
-    ]
-
-
-def _norms(tensors: Sequence[ShardedTensor], order: float, dtype: torch.dtype | None) -> list[Tensor]:
-    """The ``order``-norm of each whole tensor, shape (): one all-reduce for all that are sharded."""
-    # Between ranks p-th powers are added, for which 2-byte types have neither range nor digits.
-    wide = torch.float32 if tensors and tensors[0].dtype.itemsize == 2 else dtype
-    narrow = dtype or (tensors[0].dtype if tensors else None)
-    norms = _local_norms(tensors, order, wide)
-    sharded = [i for i, tensor in enumerate(tensors) if not tensor.slicing.replicated]
-    if sharded:
-        collectives = tensors[sharded[0]].slicing.collectives
-        for same in _by_dtype_and_device(norms, sharded):
-            stacked = torch.stack([norms[i] for i in same])
-            for i, norm in zip(same, _combined(stacked, order, collectives.all_reduce).unbind(), strict=True):
-                norms[i] = norm
-    return norms if wide is dtype else [norm.to(narrow) for norm in norms]
-
-
-def _local_norms(tensors: Sequence[ShardedTensor], order: float, dtype: torch.dtype | None) -> list[Tensor]:
-    """The norm of each fragment, shape (): those that rest off the device lane by lane."""
-    by_lane: dict[Lane | None, list[int]] = {}
-    for i, tensor in enumerate(tensors):
-        by_lane.setdefault(tensor.lane, []).append(i)
-    norms: dict[int, Tensor] = {}
-    for lane, rows in by_lane.items():
-
-        def norms_here(rows: Sequence[int] = rows) -> list[Tensor]:
-            fragments = [_made(tensors[i].handle) for i in rows]
-            if math.isinf(order):
-                fragments = [f if f.numel() else f.new_full((1,), 0 if order > 0 else math.inf) for f in fragments]
-            return list(torch._foreach_norm(fragments, order, dtype=dtype))
-
-        norms.update(zip(rows, norms_here() if lane is None else lane.compute(norms_here), strict=True))
-    return [norms[i] for i in range(len(tensors))]
-
-
-def _by_dtype_and_device(tensors: Sequence[Tensor], indices: Sequence[int]) -> list[list[int]]:
-    groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for i in indices:
-        groups.setdefault((tensors[i].dtype, tensors[i].device), []).append(i)
-    return list(groups.values())
-
-
-def _combined(norms: Tensor, order: float, all_reduce: Callable[..., Tensor]) -> Tensor:
-    """Norms of whole tensors from the norms of this rank's fragments."""
-    if math.isinf(order):
-        return _extreme(norms, "max" if order > 0 else "min", all_reduce)
-    if order == 0:
-        return all_reduce(norms, "sum")
-    return all_reduce(norms.pow(order), "sum").pow(1.0 / order)
-
-
-def _foreach_max(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    return [torch.max(item) for item in args[0]]
-
-
-def _unscale(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Gradient unscaling: an infinity on one rank is an infinity on all, so that all skip the step together."""
-    grads, found_inf, inv_scale = args
-    sharded = [grad for grad in grads if isinstance(grad, ShardedTensor)]
-    local = [grad.fragment if isinstance(grad, ShardedTensor) else grad for grad in grads]
-    func([grad for grad in local if grad.numel()], found_inf, inv_scale)
-    sharded[0].slicing.collectives.all_reduce(found_inf, "max", purpose="flags")
-
-
-_REDUCTIONS: dict[Any, Plan] = {
-    aten.sum.default: _sum,
-    aten.mean.default: _mean,
-    aten.max.default: _max,
-    aten.min.default: _min,
-    aten.any.default: _any,
-    aten.all.default: _all,
-    aten.equal.default: _equal,
-    aten.linalg_vector_norm.default: _vector_norm,
-}
-
-_LIST_REDUCTIONS: dict[str, Plan] = {
-    "_foreach_norm": _foreach_norm,
-    "_foreach_max": _foreach_max,
-    "_amp_foreach_non_finite_check_and_unscale_": _unscale,
-}
 
 
 # Views

@@ -56,6 +56,10 @@ class Slicing:
         """Whether storage order is the order of indices."""
         return torch.empty_strided(self.shape, self.stride, device="meta").is_contiguous()
 
+    def is_cut_as(self, other: Slicing) -> bool:
+        """Whether each rank holds the same elements of a tensor of ``other``, in the same order."""
+        return self is other or (self.fragments == other.fragments and self.stride == other.stride)
+
     def flatten(self, whole: Tensor) -> Tensor:
         """``whole``, of the global shape, as shape (numel,) in storage order; a view where it can be."""
         if whole.stride() != self.stride and not (self.contiguous and whole.is_contiguous()):
