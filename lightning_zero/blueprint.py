@@ -171,7 +171,7 @@ class Blueprint:
                     dtypes,
                     trained,
                     self._world_size,
-                    is_root=number is None,
+                    stays_whole=number in (None, len(self._modules) - 1),
                     offloaded=offloaded,
                     moves_each_gather=moves and self._offload is not None and self._offload.parameters,
                 ),

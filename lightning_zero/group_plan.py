@@ -21,7 +21,8 @@ class GroupPlan:
         dtypes: of each station of their state.
         trained: whether they have gradients and optimizer state.
         world_size: ranks that share the state.
-        is_root: whether they are whole from forward to backward, and not gathered twice.
+        stays_whole: whether they are whole from forward to backward, and not gathered twice: the root's, and those of
+            the unit that forward uses last.
         offloaded: whether their state rests off the device.
         moves_each_gather: whether no shard of theirs rests on the device.
     """
@@ -31,7 +32,7 @@ class GroupPlan:
     dtypes: Dtypes
     trained: bool
     world_size: int
-    is_root: bool = False
+    stays_whole: bool = False
     offloaded: bool = False
     moves_each_gather: bool = False
 
@@ -107,7 +108,7 @@ class GroupPlan:
         total = self.layout.total
         traffic = self.placements.traffic(
             total if self.trained else 0,
-            root_numel=total if self.is_root else 0,
+            kept_numel=total if self.stays_whole else 0,
             micro_batches=micro_batches,
             frozen_numel=0 if self.trained else total,
         )

@@ -127,26 +127,26 @@ class Placements:
             optimizer=(shard if self.shards_optimizer else numel) * optimizer_itemsize,
         )
 
-    def traffic(self, numel: int, *, root_numel: int = 0, micro_batches: int = 1, frozen_numel: int = 0) -> Traffic:
+    def traffic(self, numel: int, *, kept_numel: int = 0, micro_batches: int = 1, frozen_numel: int = 0) -> Traffic:
         """Payload of one optimizer step, in elements.
 
         Plain data parallelism all-reduces psi elements once, which a ring does as a reduce-scatter and an all-gather:
-        2 psi (Rajbhandari 2020, section 7). Stages 1 and 2 send the same, stage 3 sends 3 psi less the root, which
-        stays whole from forward to backward.
+        2 psi (Rajbhandari 2020, section 7). Stages 1 and 2 send the same, stage 3 sends 3 psi less what stays whole
+        from forward to backward: the root, and the last unit, with which backward begins.
 
         Args:
-            numel: trainable parameters, root included.
-            root_numel: parameters of the root, trainable and frozen.
+            numel: trainable parameters, all of them.
+            kept_numel: parameters that stay whole from forward to backward, trainable and frozen.
             micro_batches: backward passes per optimizer step.
-            frozen_numel: parameters that receive no gradient, root included; gathered only where they are sharded.
+            frozen_numel: parameters that receive no gradient, all of them; gathered only where they are sharded.
         """
         reductions = micro_batches if self.reduces_every_backward else 1
         if self.gradient is Placement.REPLICATE:
             return Traffic(gathered=0.0, reduced=2.0 * numel * reductions)
         if self.keeps_whole_parameters:
             return Traffic(gathered=float(numel), reduced=float(numel * reductions))
-        units = numel + frozen_numel - root_numel
-        return Traffic(gathered=micro_batches * (2.0 * units + root_numel), reduced=float(numel * reductions))
+        units = numel + frozen_numel - kept_numel
+        return Traffic(gathered=micro_batches * (2.0 * units + kept_numel), reduced=float(numel * reductions))
 
 
 STAGES: dict[int, Placements] = {

@@ -181,7 +181,10 @@ class Windows:
         self.root.swap_out()
         if in_backward():
             return
-        self._let_go()
+        # Backward begins with the unit that was used last: to free it now would be to wait for it then.
+        last = self._lingering if self._flows and self._packs else None
+        self._let_go(keep=last)
+        self._lingering = last
         if self._flows and not self._packs:
             self.refresh()
         # A graph may still need the root, which is whole from forward to backward.
@@ -293,7 +296,7 @@ class Windows:
 
     def open_in_backward(self, unit: Unit) -> None:
         """Make ``unit`` whole during backward, and gather the one that backward reaches next."""
-        if unit.is_whole:
+        if unit.is_whole and unit is not self._lingering:
             unit.wait()
             return
         self._on_backward()
@@ -306,6 +309,8 @@ class Windows:
         for other in [*self._opened_in_backward]:
             if other is not unit and other is not preceding and self._close(other):
                 del self._opened_in_backward[other]
+        if unit is self._lingering:
+            self._lingering = None
         self._unshard(unit)
         self._opened_in_backward[unit] = None
         if preceding is not None and preceding is not unit and self._flows:

@@ -74,7 +74,7 @@ def test_traffic_counts_each_collective_of_the_table(stage, m):
             reduced += (units + root) * (2 if stage == 0 else 1)  # a ring all-reduce sends everything twice
     if stage in (1, 2):
         gathered += units + root  # after the step
-    traffic = STAGES[stage].traffic(units + root, root_numel=root, micro_batches=m)
+    traffic = STAGES[stage].traffic(units + root, kept_numel=root, micro_batches=m)
     assert (traffic.gathered, traffic.reduced) == (gathered, reduced)
 
 
@@ -88,8 +88,8 @@ def test_one_micro_batch_sends_what_the_paper_says(stage, payload):
 def test_frozen_parameters_travel_only_where_they_are_sharded():
     """20 frozen elements, 5 of them in the root: gathered 2 * 15 + 5 at stage 3, nowhere else, never reduced."""
     for stage, row in STAGES.items():
-        with_frozen = row.traffic(100, root_numel=10 + 5, frozen_numel=20)
-        without = row.traffic(100, root_numel=10)
+        with_frozen = row.traffic(100, kept_numel=10 + 5, frozen_numel=20)
+        without = row.traffic(100, kept_numel=10)
         assert with_frozen.reduced == without.reduced
         assert with_frozen.gathered - without.gathered == (2 * 15 + 5 if stage == 3 else 0)
 
