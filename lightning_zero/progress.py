@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TypeVar
-
-from tqdm import tqdm
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
 
 __all__ = ["progress"]
 
@@ -15,7 +14,18 @@ DELAY = 3.0
 T = TypeVar("T")
 
 
-def progress(items: Sequence[T], what: str, shows: bool) -> Iterable[T]:
+def progress(items: Sequence[T], what: str, shows: bool) -> Iterator[T]:
     """``items`` one by one, with a bar called ``what`` where this rank ``shows`` it."""
-    bar: Iterable[T] = tqdm(items, desc=what, delay=DELAY, disable=not shows, leave=False)
-    return bar
+    began = time.monotonic()
+    bar: Any = None
+    for done, item in enumerate(items):
+        if shows and bar is None and time.monotonic() - began >= DELAY:
+            # Not before it is needed: a bar takes a lock that is shared between processes.
+            from tqdm import tqdm
+
+            bar = tqdm(total=len(items), initial=done, desc=what, leave=False)
+        yield item
+        if bar is not None:
+            bar.update()
+    if bar is not None:
+        bar.close()
