@@ -41,6 +41,25 @@ class _Slot:
         module._parameters[self.attribute] = cast(nn.Parameter, new)
         return True
 
+    def check(self) -> None:
+        """See that the attribute, if its module is there yet, does not hold another parameter.
+
+        Raises:
+            ReplacedParameterError: it does, or it holds none.
+        """
+        module = self.module()
+        if module is None:
+            return
+        current: Tensor | None = module._parameters.get(self.attribute)
+        known = current._resting if isinstance(current, WholeParameter) else current
+        replaced = isinstance(current, nn.Parameter) and known is not self.group.parameters[self.index]
+        if current is None or replaced:
+            raise ReplacedParameterError(
+                f"`{self.name}` was {'removed' if current is None else 'replaced'} after the model was sharded, so"
+                " it would not be trained. Change the model in `configure_model`, or assign values in place:"
+                f" `module.{self.name}.data = value`."
+            )
+
 
 class Unit:
     """The parameters that are whole together, and the attributes that hold them.
@@ -113,26 +132,6 @@ class Unit:
         for group in self.groups:
             group.reshard()
 
-    def check(self) -> None:
-        """See that every attribute still holds the parameter that was sharded.
-
-        Raises:
-            ReplacedParameterError: one holds another parameter, or none.
-        """
-        for slot in self._slots:
-            module = slot.module()
-            if module is None:
-                continue
-            current: Tensor | None = module._parameters.get(slot.attribute)
-            known = current._resting if isinstance(current, WholeParameter) else current
-            replaced = isinstance(current, nn.Parameter) and known is not slot.group.parameters[slot.index]
-            if current is None or replaced:
-                raise ReplacedParameterError(
-                    f"`{slot.name}` was {'removed' if current is None else 'replaced'} after the model was sharded, so"
-                    " it would not be trained. Change the model in `configure_model`, or assign values in place:"
-                    f" `module.{slot.name}.data = value`."
-                )
-
     def replace(self, group: ParamGroup, old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
         """Let attributes that hold a parameter of ``group`` hold ``new`` where they hold ``old``."""
         for slot in self._slots:
@@ -140,17 +139,20 @@ class Unit:
                 slot.exchange(old[slot.index], new[slot.index])
 
     def swap_in(self) -> None:
-        """Let module attributes be leaves. A foreign tensor, as `functional_call` sets it, stays."""
+        """Let module attributes be leaves. A foreign tensor, as `functional_call` sets it, stays.
+
+        Raises:
+            ReplacedParameterError: one holds another parameter than the one that was sharded, or none.
+        """
         if self.swapped:
             return
+        for slot in self._slots:
+            group, index = slot.group, slot.index
+            if not slot.exchange(group.parameters[index], group.leaves[index]):
+                slot.check()
         self.swapped = True
         for group in self.groups:
             group.in_window = True
-        for slot in self._slots:
-            leaf = slot.group.leaves[slot.index]
-            if slot.exchange(slot.group.parameters[slot.index], leaf):
-                leaf.follow_requires_grad()
-                slot.group.hook_gradients(slot.index)
 
     def swap_out(self) -> None:
         """Let module attributes be resting parameters again."""

@@ -135,8 +135,6 @@ class Windows:
             for order in self._order.values():
                 order.previous = None
             self._let_go()
-            for unit in (self.root, *self.units):
-                unit.check()
             if self._flows:
                 self._flow()
                 self.refresh(self.root)
@@ -296,7 +294,7 @@ class Windows:
 
     def open_in_backward(self, unit: Unit) -> None:
         """Make ``unit`` whole during backward, and gather the one that backward reaches next."""
-        if unit.is_whole and unit is not self._lingering:
+        if unit.is_whole and (self._steps or unit is not self._lingering):
             unit.wait()
             return
         self._on_backward()
