@@ -172,6 +172,32 @@ class Collectives:
         # Each pair of ranks exchanges directly: on loopback 0.6 of the time of gloo's all-gather, half of its CPU time.
         return Pending(self._exchange(lambda peer: shard, lambda peer: chunks[peer]))
 
+    def scatter_from_first(self, own: Tensor, whole: Tensor | None) -> None:
+        """Rank 0 gives each rank its chunk of ``whole``.
+
+        A rank counts what it sends.
+
+        Args:
+            own: shape (n,), receives this rank's chunk.
+            whole: shape (W * n,), on rank 0 alone.
+        """
+        if self.group is None:
+            assert whole is not None
+            own.copy_(whole)
+            return
+        works: list[Any] = []
+        if whole is None:
+            works = [dist.irecv(own, group=self.group, tag=_TAG, group_src=0)]
+        else:
+            chunks = whole.view(self.world_size, -1)
+            own.copy_(chunks[0])
+            for peer in range(1, self.world_size):
+                self._count("setup", own)
+                works.append(dist.isend(chunks[peer], group=self.group, tag=_TAG, group_dst=peer))
+        with self.watch.waiting_for("rank 0's values (setup)"):
+            for work in works:
+                work.wait()
+
     def gather_on_first(self, whole: Tensor | None, part: Tensor, bounds: Sequence[tuple[int, int]]) -> None:
         """Rank 0 puts together what ranks have; the others receive nothing, and need no memory for it.
 

@@ -144,23 +144,39 @@ class ParamGroup:
         """Rank 0's values, of which this rank keeps its shard."""
         if self._main_is_whole:
             whole = torch.empty(self.layout.total, dtype=self.main_dtype, device=self._pool.device)
-        else:
-            whole = self._pool.take(self.layout.total, self.main_dtype)
-        whole.zero_()
-        if self.collectives.rank == 0:
-            for i, parameter in enumerate(parameters):
-                self.partition.view(whole, i).copy_(parameter.detach())
-        self.collectives.broadcast(whole)
-        own = self.partition.own_shard(whole)
-        if self._main_is_whole:
+            self._fill(whole, parameters)
+            self.collectives.broadcast(whole)
             self._whole = whole
-            return MainWeights(own, self.partition.own_shard, self.model_dtype)
+            return MainWeights(self.partition.own_shard(whole), self.partition.own_shard, self.model_dtype)
+        own = self._first_shard(parameters)
         if self.placements.keeps_whole_parameters:
             self._whole = torch.empty(self.layout.total, dtype=self.model_dtype, device=self._pool.device)
         if self.lane is None:
-            return MainWeights(own.clone(), self.partition.own_shard, self.model_dtype)
+            return MainWeights(own, self.partition.own_shard, self.model_dtype)
         moves = not self.placements.keeps_whole_parameters and self.lane.background.target.parameters
         return OffloadedWeights(own, self.partition.own_shard, self.model_dtype, self.lane, self._whole, moves)
+
+    def _first_shard(self, parameters: Sequence[Tensor]) -> Tensor:
+        """This rank's shard of rank 0's values, shape (shard_numel,)."""
+        whole = None
+        if self.collectives.rank == 0:
+            whole = self._pool.take(self.layout.total, self.main_dtype)
+            self._fill(whole, parameters)
+        own = torch.empty(self.layout.shard_numel, dtype=self.main_dtype, device=self._pool.device)
+        if self.layout.num_shards > 1:
+            self.collectives.scatter_from_first(own, whole)
+        else:
+            if whole is not None:
+                own.copy_(whole)
+            self.collectives.broadcast(own)
+        return own
+
+    def _fill(self, whole: Tensor, parameters: Sequence[Tensor]) -> None:
+        """Lay out ``parameters``, which have values on rank 0."""
+        if self.layout.padding:
+            whole.zero_()
+        for i, parameter in enumerate(parameters if self.collectives.rank == 0 else ()):
+            self.partition.view(whole, i).copy_(parameter.detach())
 
     @property
     def main_weight(self) -> Tensor:

@@ -44,10 +44,10 @@ def _up(loop: Loop, trained_only: bool = True) -> int:
 
 
 def _up_for_gathers(loop: Loop, micro_batches: int) -> int:
-    """The same where each gather brings its own: of a unit for forward and backward, of the root once."""
-    root = set(loop.engine.root.groups)
+    """The same where each gather brings its own: of a unit for forward and backward, of the root and the last once."""
+    kept = {*loop.engine.root.groups, *loop.engine.units[-1].groups}
     return micro_batches * sum(
-        (1 if group in root else 2) * group.layout.shard_numel * group.dtypes.model.itemsize
+        (1 if group in kept else 2) * group.layout.shard_numel * group.dtypes.model.itemsize
         for group in _offloaded(loop)
     )
 

@@ -321,9 +321,8 @@ def _measured(
         micro_batch()
         optimizer.step()
 
-    for _ in range(2):
-        step()
-        optimizer.zero_grad()
+    step()  # after which the order of units is known
+    optimizer.zero_grad()
     engine.finish_transfers()
     engine.collectives.reset_counts()
     engine.in_flight.peak = engine.in_flight.nbytes
