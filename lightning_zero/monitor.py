@@ -100,7 +100,8 @@ class ZeROMonitor(_Callback):
 
     def _reset(self) -> None:
         self._last: _Counts | None = None
-        self._last_step = 0
+        self._first_step = self._last_step = self._counted_from = 0
+        self._units_peak = 0.0
         self._samples = self._tokens = 0
         self._held: dict[str, float] = {}
         self._recording: Recording | None = None
@@ -115,7 +116,7 @@ class ZeROMonitor(_Callback):
                 f"ZeROMonitor measures `ZeROStrategy`, and this Trainer has {type(trainer.strategy).__name__}. Write"
                 " `Trainer(strategy='zero3')`, or leave the callback out."
             )
-        self._first_step = trainer.global_step
+        self._first_step = self._last_step = trainer.global_step
 
     @staticmethod
     def _engine(trainer: Any) -> Engine | None:
@@ -126,7 +127,6 @@ class ZeROMonitor(_Callback):
         engine = self._engine(trainer)
         if engine is None:
             return
-        # Work on steps that are done is none of this one's.
         done = trainer.global_step - self._first_step
         if self._report is not None and done == _STEPS and self._recorded is None:
             self._recording = self._recorded = Recording()
