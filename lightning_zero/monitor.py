@@ -226,6 +226,10 @@ class ZeROMonitor(_Callback):
         engine = self._engine(trainer)
         need = self._need
         if engine is None or need is None:
+            installed_flavours()[0].rank_zero_warn(
+                "ZeROMonitor has nothing to tell: it measures from the end of the first optimizer step to that of the"
+                " last one, and this run had one at most."
+            )
             return
         held, average = self._held, self._averages
         self.lines = [
@@ -261,6 +265,7 @@ def _size_of(batch: Any) -> tuple[int, int]:
 
 def _extremes(engine: Engine, local: dict[str, float]) -> dict[str, float]:
     """The least and the most over ranks: a collective."""
+    engine.meet("reduce")  # another rank may need something first
     values = torch.tensor([sign * value for value in local.values() for sign in (1, -1)], dtype=torch.float64)
     found = engine.collectives.minimum(values).tolist()
     pairs = zip(local, found[::2], found[1::2], strict=True)

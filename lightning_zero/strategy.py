@@ -282,7 +282,10 @@ class _ZeROMixin(_DDPStrategy):
         module = self.lightning_module
         if is_out_of_memory(exception) and self.engine is not None and module is not None:
             batches = module.trainer.accumulate_grad_batches
-            exception.args = (explained(exception, self.engine, module, self.optimizers, batches),)
+            try:
+                exception.args = (explained(exception, self.engine, module, self.optimizers, batches),)
+            except Exception as another:  # the device may be past answering; the error must be told all the same
+                exception.args = (f"{exception}\nWhat was planned cannot be told: {another!r}",)
         super().on_exception(exception)
 
     @contextmanager
@@ -460,7 +463,7 @@ class _ZeROMixin(_DDPStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         if self._saver is not None:
             self._saver.wait()
-        if is_directory(checkpoint_path):
+        if (is_local(checkpoint_path) or self._writes_files) and is_directory(checkpoint_path):
             return load_directory(checkpoint_path, weights_only)
         if not (is_local(checkpoint_path) and self._writes_files):
             return super().load_checkpoint(checkpoint_path, weights_only)

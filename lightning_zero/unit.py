@@ -51,6 +51,8 @@ class _Slot:
         if module is None:
             return
         current: Tensor | None = module._parameters.get(self.attribute)
+        if current is self.group.parameters[self.index]:
+            return
         known = current._resting if isinstance(current, WholeParameter) else current
         replaced = isinstance(current, nn.Parameter) and known is not self.group.parameters[self.index]
         if current is None or replaced:
@@ -138,21 +140,24 @@ class Unit:
             if slot.group is group:
                 slot.exchange(old[slot.index], new[slot.index])
 
-    def swap_in(self) -> None:
-        """Let module attributes be leaves. A foreign tensor, as `functional_call` sets it, stays.
+    def check(self) -> None:
+        """See that every attribute still holds the parameter that was sharded.
 
         Raises:
-            ReplacedParameterError: one holds another parameter than the one that was sharded, or none.
+            ReplacedParameterError: one holds another parameter, or none.
         """
+        for slot in self._slots:
+            slot.check()
+
+    def swap_in(self) -> None:
+        """Let module attributes be leaves. A foreign tensor, as `functional_call` sets it, stays."""
         if self.swapped:
             return
-        for slot in self._slots:
-            group, index = slot.group, slot.index
-            if not slot.exchange(group.parameters[index], group.leaves[index]):
-                slot.check()
         self.swapped = True
         for group in self.groups:
             group.in_window = True
+        for slot in self._slots:
+            slot.exchange(slot.group.parameters[slot.index], slot.group.leaves[slot.index])
 
     def swap_out(self) -> None:
         """Let module attributes be resting parameters again."""

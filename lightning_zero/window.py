@@ -135,6 +135,8 @@ class Windows:
             for order in self._order.values():
                 order.previous = None
             self._let_go()
+            for unit in (self.root, *self.units):
+                unit.check()
             if self._flows:
                 self._flow()
                 self.refresh(self.root)

@@ -147,6 +147,25 @@ def test_metrics_go_to_loggers(tmp_path: Path) -> None:
         assert 0 < last[f"zero/{name}_bytes_min"] <= last[f"zero/{name}_bytes_max"]
 
 
+class Reads(Callback):
+    """Looks at a weight on rank 0 alone."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        if trainer.is_global_zero:
+            float(module.model.model.layers[1].mlp.up_proj.weight.sum())
+
+
+def test_a_rank_that_reads_alone_is_served_first() -> None:
+    """The monitor's exchange is no answer to what another rank asked for."""
+
+    def on_rank(rank: int) -> int:
+        monitor = ZeROMonitor()
+        fitted(rank, ZeROStrategy(3), [Reads(), monitor])
+        return len(monitor.lines)
+
+    assert run_ranks(2, on_rank) == [9, 9]
+
+
 def test_another_strategy_is_refused() -> None:
     def on_rank(rank: int) -> str:
         with pytest.raises(ValueError, match="ZeROMonitor measures"):

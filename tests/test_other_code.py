@@ -9,10 +9,13 @@ import pytest
 import torch
 from distributed import run_ranks
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import lightning_zero
 from lightning_zero.engine import engine_of
+from lightning_zero.unit import ReplacedParameterError
+from lightning_zero.whole_parameter import ConcealedParameter
 
 WORLD_SIZE = 2
 STAGES = (0, 1, 2, 3)
@@ -274,3 +277,48 @@ def test_recurrent_weights_are_not_laid_out_anew_while_they_are_sharded() -> Non
     model[0].flatten_parameters()
     lightning_zero.unshard(model)
     assert model[0].flatten_parameters.__func__ is nn.LSTM.flatten_parameters
+
+
+# Attributes that are exchanged
+
+
+class Teacher(nn.Module):
+    """Two layers; the second one's weight is used past its module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+
+    def forward(self, x: Tensor, teacher: nn.Module | None = None) -> Tensor:
+        if teacher is not None:
+            return torch.func.functional_call(self.layers[0], dict(teacher.named_parameters()), (x,))
+        second: Any = self.layers[1]
+        return F.linear(self.layers[0](x), second.weight, second.bias)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_block_computes_with_the_parameters_of_another_module(stage: int) -> None:
+    """`functional_call` puts them in the place of the sharded ones for the time of a call."""
+
+    def on_rank(rank: int) -> bool:
+        model = lightning_zero.shard(Teacher(), stage=stage, units=["Linear"])
+        teacher, x = nn.Linear(3, 3), torch.ones(2, 3)
+        model(x).sum().backward()
+        return torch.equal(model(x, teacher), teacher(x))
+
+    assert run_ranks(2, on_rank) == [True, True]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_parameter_that_was_replaced_is_noticed_where_no_forward_uses_it(stage: int) -> None:
+    """Its module is never called, and the replacement would be trained on each rank alone."""
+
+    def on_rank(rank: int) -> str:
+        model = lightning_zero.shard(Teacher(), stage=stage, units=["Linear"])
+        model.layers[1].weight = nn.Parameter(torch.ones(3, 3))
+        with pytest.raises(ReplacedParameterError) as caught:
+            model(torch.ones(2, 3))
+        assert all(type(p) is not ConcealedParameter for p in model.parameters())
+        return str(caught.value)
+
+    assert all("`layers.1.weight` was replaced" in message for message in run_ranks(2, on_rank))

@@ -110,7 +110,7 @@ def save_directory(checkpoint: Mapping[str, Any], path: str | Path, collectives:
         collectives.on_first_rank(complete)
     except (CheckpointException, Exception) as error:
         if is_first:
-            with suppress(OSError):
+            with suppress(Exception):  # what led here is told below
                 place.discard_part()
         raise CheckpointError(
             f"the checkpoint `{path}` was not written: {error}. One that was there before is as it was."

@@ -44,7 +44,8 @@ def save_pretrained(
         tokenizer = getattr(module, "tokenizer", None)
     state_dict = model.state_dict()
     sharded = next((value for value in state_dict.values() if isinstance(value, ShardedTensor)), None)
-    collectives = Collectives.of(None, torch.device("cpu")) if sharded is None else sharded.slicing.collectives
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    collectives = Collectives.of(None, device) if sharded is None else sharded.slicing.collectives
     whole = full_state_dict(state_dict)
 
     def write() -> None:
@@ -56,6 +57,9 @@ def save_pretrained(
         collectives.on_first_rank(write)
     except Exception as error:
         raise CheckpointError(f"the model in `{folder}` was not written, or not all of it: {error}") from error
+    finally:
+        if sharded is None:
+            collectives.watch.stop()
 
 
 def _only_model(module: nn.Module) -> Any:

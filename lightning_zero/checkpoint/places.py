@@ -135,14 +135,12 @@ class _Remote:
         return _RemoteReader(self.url)
 
     def prepare(self) -> None:
-        if not self.is_complete():
+        if not self.is_complete() and not self._files.isfile(self.url):
             left = self._names(self.url)
             if not all(name == "meta.pt" or name.endswith(".distcp") for name in left):
                 raise IsADirectoryError(f"something else is there. Name a place in it, as '{self.url}/last.ckpt'")
-            # A run was killed between two names: what was there before it is whole, beside.
-            self._remove(self.url)
-            if self._files.isfile(f"{self._old}/{_METADATA}"):
-                self._files.mv(self._old, self.url, recursive=True)
+            # A run was killed between two names.
+            self._restore()
         self._remove(self._part)
 
     def writer(self) -> FileSystemWriter:
@@ -155,19 +153,30 @@ class _Remote:
         if self._files.exists(self.url):
             self._remove(self._old)
             self._files.mv(self.url, self._old, recursive=True)
-        self._files.makedirs(self.url, exist_ok=True)
-        for name in sorted(self._names(self._part), key=lambda name: name == _METADATA):
-            self._files.mv(f"{self._part}/{name}", f"{self.url}/{name}")
+        try:
+            self._files.makedirs(self.url, exist_ok=True)
+            for name in sorted(self._names(self._part), key=lambda name: name == _METADATA):
+                self._files.mv(f"{self._part}/{name}", f"{self.url}/{name}")
+        except Exception:
+            self._restore()
+            raise
         self._remove(self._part)
         self._remove(self._old)
 
     def discard_part(self) -> None:
         self._remove(self._part)
 
+    def _restore(self) -> None:
+        """Take away what is half there; what was there before it is whole, beside, and has the name again."""
+        self._remove(self.url)
+        if self._files.exists(self._old):
+            self._files.mv(self._old, self.url, recursive=True)
+
     def _names(self, url: str) -> list[str]:
         if not self._files.exists(url):
             return []
-        return [file.rpartition("/")[2] for file in self._files.ls(url, detail=False)]
+        names = [file.rpartition("/")[2] for file in self._files.ls(url, detail=False)]
+        return [name for name in names if name]
 
     def _remove(self, url: str) -> None:
         if self._files.exists(url):
