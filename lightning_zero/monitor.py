@@ -16,9 +16,8 @@ from lightning_zero._lightning import installed_flavours
 from lightning_zero.engine import Engine
 from lightning_zero.held import held_bytes
 from lightning_zero.monitor_report import Line, html_of, table_of
-from lightning_zero.offloading import moments_of
 from lightning_zero.placements import Where
-from lightning_zero.planner.subjects import Need, need_of
+from lightning_zero.planner.need import Need, running_need
 from lightning_zero.recording import Recording
 from lightning_zero.resident import memory_now, memory_peak
 
@@ -33,12 +32,6 @@ _STEPS = 3
 """Optimizer steps before one is recorded: the first ones learn the order of units and take their buffers."""
 
 _KINDS = ("parameters", "gradients", "optimizer")
-
-
-def _planned(engine: Engine, optimizers: Sequence[torch.optim.Optimizer], micro_batches: int) -> Need:
-    """What this rank needs by formula, for the optimizers it has."""
-    moments = max((moments_of(optimizer) for optimizer in optimizers), default=0.0)
-    return need_of(engine.plans, engine.collectives.rank, lambda _: moments, micro_batches)
 
 
 @dataclass
@@ -194,7 +187,7 @@ class ZeROMonitor(_Callback):
             "step_seconds": seconds,
         }
         self._averages |= self._speeds(trainer, module, engine, now.at - last.at)
-        self._need = _planned(engine, trainer.optimizers, trainer.accumulate_grad_batches)
+        self._need = running_need(engine, trainer.optimizers, trainer.accumulate_grad_batches)
         local = {
             "memory_now_bytes": memory_now(engine.collectives.device),
             "memory_peak_bytes": memory_peak(engine.collectives.device),

@@ -14,9 +14,8 @@ from lightning_zero.group_plan import GroupPlan
 from lightning_zero.held import held_bytes
 from lightning_zero.host_memory import free_host_bytes
 from lightning_zero.layout import FlatLayout
-from lightning_zero.offloading import moments_of
 from lightning_zero.placements import STAGES
-from lightning_zero.planner.subjects import Choice, Need, need_of
+from lightning_zero.planner.need import Choice, Need, most_moments, need_of, running_need
 from lightning_zero.resident import memory_now, memory_peak
 
 __all__ = ["explained", "is_out_of_memory"]
@@ -33,8 +32,8 @@ def explained(
     error: BaseException, engine: Engine, module: nn.Module, optimizers: Sequence[Optimizer], micro_batches: int
 ) -> str:
     """The message of ``error`` and what to do, in bytes of this rank."""
-    device, moments = engine.collectives.device, max((moments_of(o) for o in optimizers), default=2.0)
-    need = need_of(engine.plans, engine.collectives.rank, lambda _: moments, micro_batches)
+    device = engine.collectives.device
+    need = running_need(engine, optimizers, micro_batches)
     held = held_bytes(module, optimizers, "device")
     peak, room = memory_peak(device), _room(device)
     # Activations, and what user code holds: no stage changes it.
@@ -46,7 +45,7 @@ def explained(
         f" of units in flight. Held now: {_gb(held.parameters)}, {_gb(held.gradients)}, {_gb(held.optimizer)} of model"
         f" state, {_gb(memory_now(device))} in all, {_gb(peak)} at the peak; the device has {_gb(room)}.",
         f"Activations and all else take {_gb(rest)} at the peak, which no stage shards.",
-        _advice(engine, moments, micro_batches, rest, room),
+        _advice(engine, most_moments(optimizers), micro_batches, rest, room),
     ]
     return "\n".join(lines)
 

@@ -119,8 +119,9 @@ def test_the_report_shows_one_step_as_it_was_counted(tmp_path: Path) -> None:
     names = {name for name, *_ in step["whole"]}
     assert {f"model.model.layers.{i}" for i in range(4)} <= names
     assert all(0 <= begin <= end <= step["seconds"] for _, begin, end, _ in step["whole"])
-    # Each block is gathered in forward and in backward.
-    assert all(sum(name == f"model.model.layers.{i}" for name, *_ in step["whole"]) >= 1 for i in range(4))
+    # Each block is gathered in forward and in backward, but for the last one, which stays whole between them.
+    times = [sum(name == f"model.model.layers.{i}" for name, *_ in step["whole"]) for i in range(4)]
+    assert times == [2, 2, 2, 1]
     assert "http" not in text.replace("http-equiv", "")
     assert f"{lines['gathered in a step']:,.0f}" in text
 
@@ -205,7 +206,6 @@ def test_nothing_listens_when_there_is_no_monitor() -> None:
         return looks.set
 
     assert run_ranks(2, on_rank) == [[False] * 12] * 2
-    assert lightning_zero.ZeROMonitor.__doc__
 
 
 # Out of memory

@@ -26,8 +26,9 @@ from lightning_zero.cli import main
 from lightning_zero.engine import engine_of
 from lightning_zero.planner.formulas import OPTIMIZERS
 from lightning_zero.planner.models import module_subject
+from lightning_zero.planner.need import Choice
 from lightning_zero.planner.question import Question
-from lightning_zero.planner.subjects import Choice, SizeSubject
+from lightning_zero.planner.subjects import SizeSubject
 from lightning_zero.precision import RECIPES
 
 GB = 1e9

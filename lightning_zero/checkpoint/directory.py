@@ -26,14 +26,13 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from lightning_zero.checkpoint.places import place_of
+from lightning_zero.checkpoint.places import META, place_of
 from lightning_zero.checkpoint.stored import CheckpointError, StoredDirectory
 from lightning_zero.collectives import Collectives
 from lightning_zero.sharded_parameter import ShardedTensor, ShardedView
 
 __all__ = ["is_directory", "load_directory", "named_optimizer_state", "save_directory", "whole_views"]
 
-_META = "meta.pt"
 _ELSEWHERE = "lightning_zero.tensor"
 """In ``meta.pt`` a dictionary with this key alone stands for a sharded tensor, which the ranks wrote."""
 _OTHERS, _STATES = "lightning_zero.state_dict", "lightning_zero.optimizer_states"
@@ -100,7 +99,7 @@ def save_directory(checkpoint: Mapping[str, Any], path: str | Path, collectives:
     place = place_of(path)
 
     def complete() -> None:
-        with place.writing(_META) as file:
+        with place.writing(META) as file:
             torch.save(meta, file)
         place.complete()
 
@@ -163,16 +162,16 @@ def load_directory(path: str | Path, weights_only: bool | None) -> dict[str, Any
     """
     place = place_of(path)
     stored = StoredDirectory(place, weights_only is not False)
-    if place.size(_META) < 0:
+    if place.size(META) < 0:
         raise CheckpointError(
-            f"`{path}` has tensors, but no {_META!r}: a Trainer did not write it, or did not finish. Take another"
+            f"`{path}` has tensors, but no {META!r}: a Trainer did not write it, or did not finish. Take another"
             " checkpoint, or load tensors alone with `torch.distributed.checkpoint.load`."
         )
     try:
-        with place.open(_META) as file:
+        with place.open(META) as file:
             meta = torch.load(file, map_location="cpu", weights_only=weights_only is not False)
     except Exception as error:
-        raise CheckpointError(f"`{path}/{_META}` cannot be read: {error}") from error
+        raise CheckpointError(f"`{path}/{META}` cannot be read: {error}") from error
     tree = stored.tree()
     state_dict = tree.get("model", tree.get("state_dict"))
     if state_dict is None:

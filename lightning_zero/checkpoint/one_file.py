@@ -43,8 +43,7 @@ def full_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
             group.keep_writes()
     found: dict[Any, Any] = {}
     full = dict(state_dict)
-    is_first = any(isinstance(v, ShardedTensor) and v.slicing.collectives.rank == 0 for v in state_dict.values())
-    for name, value in progress(list(state_dict.items()), "Gathering weights", is_first):
+    for name, value in progress(list(state_dict.items()), "Gathering weights", _receives(state_dict)):
         place = (value.owner, value._index) if isinstance(value, ShardedTensor) and value.owner else id(value)
         if place not in found:
             found[place] = _full_value(value)
@@ -75,7 +74,7 @@ def full_values(checkpoint: Mapping[str, Any], collectives: Collectives) -> dict
         )
     if not count:
         return dict(checkpoint)
-    return tree_map(lambda value: _full_value(value), dict(checkpoint))  # type: ignore[no-any-return]
+    return tree_map(_full_value, dict(checkpoint))  # type: ignore[no-any-return]
 
 
 def load_state_dict(module: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> None:
@@ -107,12 +106,16 @@ def full_optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
     packed = optimizer.state_dict()
     if "param_groups" not in packed:  # Lightning's stand-in where there is no optimizer
         return dict(packed)
-    is_first = any(isinstance(v, ShardedTensor) and v.slicing.collectives.rank == 0 for v in tree_leaves(packed))
     state = {
         key: {name: _full_value(value) for name, value in values.items()} if isinstance(values, dict) else values
-        for key, values in progress(list(packed["state"].items()), "Gathering optimizer state", is_first)
+        for key, values in progress(list(packed["state"].items()), "Gathering optimizer state", _receives(packed))
     }
     return {**packed, "state": state}
+
+
+def _receives(tree: Any) -> bool:
+    """Whether this rank is the one that receives whole values of what is sharded in ``tree``."""
+    return any(isinstance(v, ShardedTensor) and v.slicing.collectives.rank == 0 for v in tree_leaves(tree))
 
 
 def _full_value(value: Any) -> Any:

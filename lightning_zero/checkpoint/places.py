@@ -17,10 +17,13 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from lightning_zero.checkpoint.replacing import discard, flush, part_name, part_of, require_place, take_place
 
-__all__ = ["Place", "is_local", "place_of"]
+__all__ = ["META", "Place", "is_local", "place_of"]
 
 _METADATA = ".metadata"
 """Written last: with it a directory is a checkpoint."""
+
+META = "meta.pt"
+"""All but tensors."""
 
 
 class Place(Protocol):
@@ -137,7 +140,7 @@ class _Remote:
     def prepare(self) -> None:
         if not self.is_complete() and not self._files.isfile(self.url):
             left = self._names(self.url)
-            if not all(name == "meta.pt" or name.endswith(".distcp") for name in left):
+            if not all(name == META or name.endswith(".distcp") for name in left):
                 raise IsADirectoryError(f"something else is there. Name a place in it, as '{self.url}/last.ckpt'")
             # A run was killed between two names.
             self._restore()

@@ -10,10 +10,11 @@ from torch import nn
 
 from lightning_zero.placements import STAGES
 from lightning_zero.planner.models import module_subject
+from lightning_zero.planner.need import Choice
 from lightning_zero.planner.question import CARDS_PER_NODE, PlanError, Question, count_of, memory_of, rate_of
 from lightning_zero.planner.report import text_of
 from lightning_zero.planner.rows import Recommendation, Row
-from lightning_zero.planner.subjects import Choice, SizeSubject, Subject
+from lightning_zero.planner.subjects import SizeSubject, Subject
 
 __all__ = ["Estimate", "estimate"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_zero.planner.subjects import Choice, Need
+from lightning_zero.planner.need import Choice, Need
 
 __all__ = ["Recommendation", "Row"]
 
