@@ -250,9 +250,13 @@ class Engine(GroupObserver):
         """A fragment of ``group`` changed."""
         self.windows.went_stale(group)
 
-    def gradient_arrived(self, group: ParamGroup, index: int) -> None:
-        """Backward gave parameter ``index`` of ``group`` a local gradient."""
-        self.reducer.arrived(group, index)
+    def backward_began(self) -> None:
+        """Backward gave a group a local gradient, and nobody has asked yet what it will bring."""
+        self.reducer.begin()
+
+    def gradients_arrived(self, group: ParamGroup) -> None:
+        """All local gradients of ``group`` that were awaited are there."""
+        self.reducer.completed(group)
 
     def gradient_read(self, group: ParamGroup) -> None:
         """Someone reads a gradient of ``group``, part of which may be unreduced."""
@@ -390,7 +394,8 @@ def _engines_of(optimizer: torch.optim.Optimizer) -> dict[Engine, None]:
     In the order of its parameters: they communicate one after another, and a set's order differs between ranks.
     """
     parameters = (p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter))
-    observers = (p.owner.observer for p in parameters if isinstance(p.owner, ParamGroup))
+    owners = [owner() for owner in dict.fromkeys(p._owner for p in parameters) if owner is not None]
+    observers = (owner.observer for owner in owners if isinstance(owner, ParamGroup))
     return dict.fromkeys(observer for observer in observers if isinstance(observer, Engine))
 
 

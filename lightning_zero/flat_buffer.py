@@ -19,6 +19,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from lightning_zero.modes import making_ordinary_tensors
+
 __all__ = ["BufferPool", "storage_id"]
 
 
@@ -78,21 +80,25 @@ class BufferPool:
         with self._lock:
             slots = self._slots[numel, dtype]
             slot = self._first_free(slots)
-            if slot is None:
-                # A tensor made under inference mode could never be saved for a backward again.
-                with torch.inference_mode(False):
+            with making_ordinary_tensors():
+                if slot is None:
                     slot = _Slot(self._allocate(numel, dtype))
-                slots.append(slot)
-            elif self.poison and dtype.is_floating_point:
-                slot.buffer.fill_(float("nan"))
-            return slot.buffer.detach(), slot.buffer
+                    slots.append(slot)
+                elif self.poison and dtype.is_floating_point:
+                    slot.buffer.fill_(float("nan"))
+                return slot.buffer.detach(), slot.buffer
 
     def _first_free(self, slots: list[_Slot]) -> _Slot | None:
-        """One that nobody uses, moved to the end: where many are taken one after another, the next one is in front."""
-        for place, slot in enumerate(slots):
-            if slot.free:
+        """One that nobody uses, moved to the end.
+
+        Where many are taken one after another, the next one is in front; where most stay in use, as gradients do that
+        wait for further micro-batches, those that come and go are at the end. So both ends are looked at in turn.
+        """
+        for step in range(len(slots)):
+            place = len(slots) - 1 - step // 2 if step % 2 else step // 2
+            if slots[place].free:
                 slots.append(slots.pop(place))
-                return slot
+                return slots[-1]
         return None
 
     @property

@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_zero.collectives import Collectives, Pending
 from lightning_zero.flat_buffer import BufferPool
 from lightning_zero.lane import Lane
+from lightning_zero.modes import making_ordinary_tensors, unrecorded
 from lightning_zero.partition import Partition
 from lightning_zero.placements import Placements
 from lightning_zero.precision import Dtypes
@@ -57,28 +58,32 @@ class GroupGradients:
         self.sent: set[int] = set()
         """Tensors whose local gradient is part of a reduction of this backward."""
         self._local: Tensor | None = None
+        self._views: list[Tensor] = []
         self._reducing: tuple[Pending, Tensor, Tensor] | None = None
         self._more_follow = False
         self._main: Tensor | None = None
-        self._grads: list[ShardedTensor | None] = [None] * len(partition.slicings)
+        # Which tensors have a mean gradient, and those that somebody has read: a tensor in Python is made when it is.
+        self._widens = dtypes.main_grad != dtypes.main
+        self._published: set[int] = set()
+        self._grads: dict[int, ShardedTensor] = {}
         # Gradients that user code put there, and places in the main buffer whose gradient user code took away.
         self._foreign: set[int] = set()
         self._dropped: set[int] = set()
 
+    @unrecorded
     def arrive(self, index: int, grad: Tensor) -> None:
         """Take a local gradient, or add it to one that waits."""
         if self._local is None:
             self._local = self._pool.take(self._partition.layout.total, self._dtypes.gradient)
-        view = self._partition.view(self._local, index)
+            self._views = self._partition.views(self._local)
         grad = grad.to_dense() if grad.layout != torch.strided else grad
         if index in self.arrived:
-            view.add_(grad)
+            self._views[index].add_(grad)
         else:
-            view.copy_(grad)
+            self._views[index].copy_(grad)
             self.arrived.add(index)
 
-    # Where a backward builds a graph, grad mode is on.
-    @torch.no_grad()
+    @unrecorded
     def reduce(self, more_follow: bool = False) -> None:
         """Begin to average the gradients that arrived, with zeros for those that did not; `settle` ends it.
 
@@ -90,14 +95,14 @@ class GroupGradients:
         whole = self._local
         if whole is None:
             whole = self._pool.take(self._partition.layout.total, self._dtypes.gradient)
-        for i in range(len(self._grads)):
+        for i in range(len(self._partition.slicings)):
             if i not in self.arrived:
                 self._partition.view(whole, i).zero_()
         whole = self._cast(whole, self._dtypes.reduce)
         self._reducing = (*self._average(whole), whole)
         self.sent |= self.arrived
         self.arrived = set()
-        self._local = None
+        self._local, self._views = None, []
 
     def _cast(self, buffer: Tensor, dtype: torch.dtype) -> Tensor:
         return buffer if buffer.dtype == dtype else self._pool.take(buffer.numel(), dtype).copy_(buffer)
@@ -112,7 +117,7 @@ class GroupGradients:
             out = self._pool.take(layout.shard_numel, self._dtypes.reduce)
         return self._collectives.reduce_scatter(out, whole, self._pool.take), out
 
-    @torch.no_grad()
+    @unrecorded
     def settle(self) -> None:
         """End a reduction: its result joins the mean gradients, and the whole buffer is free where it need not rest."""
         if self._reducing is None:
@@ -125,7 +130,6 @@ class GroupGradients:
         out = self._cast(out, self._dtypes.main_grad)
         for i in self._foreign:
             grad = self._grads[i]
-            assert grad is not None
             grad.fragment.add_(self._partition.fragment(out, i).to(grad.device))
         self._clear_dropped()
         if self._lane is not None:
@@ -178,40 +182,39 @@ class GroupGradients:
     def _move(self, main: Tensor) -> None:
         """Let the mean gradients lie in ``main``, which has their values."""
         self._main = main
-        for i, grad in enumerate(self._grads):
-            if grad is not None and i not in self._foreign:
-                self._grads[i] = self._new_grad(i)
-
-    def _new_grad(self, index: int) -> ShardedTensor:
-        assert self._main is not None
-        fragment = self._partition.fragment(self._main, index)
-        return ShardedTensor(fragment, self._partition.slicings[index], lane=self._lane)
+        self._grads = {i: self._grads[i] for i in self._foreign}
 
     def publish(self, used: Sequence[int]) -> None:
         """Give the tensors ``used`` on any rank their mean gradients; the others keep what they had."""
         self.settle()
         self.sent = set()
-        with torch.inference_mode(False):
-            for i in used:
-                if self._grads[i] is None:
-                    self._grads[i] = self._new_grad(i)
+        self._published.update(used)
 
     def discard_unreduced(self) -> None:
         """Forget what a backward that failed brought, local or reduced, and was not published."""
         if self._reducing is not None:
             self._reducing[0].wait()
             self._reducing = None
-        self.arrived, self.sent, self._local = set(), set(), None
+        self.arrived, self.sent, self._local, self._views = set(), set(), None, []
         if self._main is not None:
-            self._drop(i for i, grad in enumerate(self._grads) if grad is None)
+            self._drop(set(range(len(self._partition.slicings))) - self._published)
 
     def get(self, index: int) -> ShardedTensor | None:
         """The mean gradient of tensor ``index``, or ``None``. The first read widens all to the main dtype."""
-        if self._main is not None and self._main.dtype != self._dtypes.main and self._grads[index] is not None:
+        if index in self._grads and not self._widens:
+            return self._grads[index]
+        if index not in self._published:
+            return None
+        if self._widens and self._main is not None and self._main.dtype != self._dtypes.main:
             # Torch's optimizers refuse a gradient of another dtype than the weight's.
             with torch.inference_mode(False), torch.no_grad():
                 self._clear_dropped()
                 self._move(self._copy_of_main(self._dtypes.main))
+        if index not in self._grads:
+            assert self._main is not None
+            with making_ordinary_tensors():
+                fragment = self._partition.fragment(self._main, index)
+                self._grads[index] = ShardedTensor(fragment, self._partition.slicings[index], lane=self._lane)
         return self._grads[index]
 
     def buffers(self) -> Iterator[tuple[Tensor, bool]]:
@@ -226,26 +229,28 @@ class GroupGradients:
         if self._main is not None:
             yield self._main, off
         for i in self._foreign:
-            grad = self._grads[i]
-            assert grad is not None
-            yield grad.fragment, off
+            yield self._grads[i].fragment, off
 
     def set(self, index: int, grad: ShardedTensor | None) -> None:
         """Replace a mean gradient; ``None`` also drops a local one that waits for a reduction."""
         self.arrived.discard(index)
-        if grad is not None and grad is self._grads[index]:
-            return
-        self._grads[index] = grad
-        self._foreign.discard(index)
+        known = self._grads.pop(index, None)
         if grad is not None:
+            self._grads[index] = grad
+            if grad is known:
+                return
             self._foreign.add(index)
+            self._published.add(index)
+        else:
+            self._foreign.discard(index)
+            self._published.discard(index)
         if self._main is not None:
             self._drop([index])
 
     def _drop(self, indices: Iterable[int]) -> None:
         """Note that the main buffer holds nothing for these, or let go of it where it holds nothing at all."""
         self._dropped.update(indices)
-        if all(g is None or i in self._foreign for i, g in enumerate(self._grads)):
+        if self._published <= self._foreign:
             self._main = self._descent = None
             self._dropped.clear()
 

@@ -19,15 +19,16 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 import lightning_zero.sharded_ops  # noqa: F401  (gives sharded tensors their operations)
+from lightning_zero.arrivals import Arrivals
 from lightning_zero.collectives import Collectives, Pending
 from lightning_zero.flat_buffer import BufferPool, storage_id
 from lightning_zero.gradients import GroupGradients
 from lightning_zero.group_plan import GroupPlan
 from lightning_zero.lane import Lane
 from lightning_zero.main_weights import MainWeights, OffloadedWeights
+from lightning_zero.modes import making_ordinary_tensors
 from lightning_zero.param_hooks import ParamHooks
 from lightning_zero.partition import Partition
 from lightning_zero.sharded_parameter import ShardedParameter, ShardedTensor
@@ -59,8 +60,11 @@ class GroupObserver:
     def went_stale(self, group: ParamGroup) -> None:
         """A fragment changed, so whole values are out of date."""
 
-    def gradient_arrived(self, group: ParamGroup, index: int) -> None:
-        """Backward gave parameter ``index`` of ``group`` a local gradient."""
+    def backward_began(self) -> None:
+        """Backward gave a group a local gradient, and nobody has asked yet what it will bring."""
+
+    def gradients_arrived(self, group: ParamGroup) -> None:
+        """All local gradients of ``group`` that were awaited are there."""
 
     def gradient_read(self, group: ParamGroup) -> None:
         """Someone reads a gradient of ``group``, part of which may be unreduced."""
@@ -114,8 +118,6 @@ class ParamGroup:
         self._hooks = [ParamHooks(parameter, dtypes.own) for parameter in parameters]
         self.parameters = [self._rest(i, parameter) for i, parameter in enumerate(parameters)]
         self.leaves = [self._leaf(i, self.model_dtype) for i in range(len(self.parameters))]
-        self._arrivals: list[RemovableHandle] = []
-        self._accumulators: list[list[torch.autograd.graph.Node]] = [[] for _ in self.leaves]
         self._pointed = False
         self._in_window = False
         self._exposed_versions: list[int] = []
@@ -127,9 +129,13 @@ class ParamGroup:
         self.gradients = GroupGradients(self.partition, placements, dtypes, collectives, pool, lane)
         if placements.keeps_whole_parameters:
             self._begin_resting_whole()
+        me = weakref.ref(self)
+        self.arrivals = Arrivals(
+            self.parameters, self.leaves, self.gradients, lambda: _began(me()), lambda: _complete(me())
+        )
         # Now that leaves have their shape, which autograd notes.
         for i in range(len(self.leaves)):
-            self.hook_gradients(i)
+            self.arrivals.hook(i)
             if self._hooks[i].has_local:
                 self._hooks[i].listen(self.leaves[i], self.parameters[i])
 
@@ -238,8 +244,7 @@ class ParamGroup:
         if self._fresh or self._gathering is not None:
             return
         if self._whole is None:
-            with torch.inference_mode(False):
-                self._whole = self._pool.take(self.layout.total, self.model_dtype)
+            self._whole = self._pool.take(self.layout.total, self.model_dtype)
             self._held[storage_id(self._whole)] = self
         self._gathering = self._gather(self._whole)
 
@@ -250,7 +255,7 @@ class ParamGroup:
 
     def _gather(self, whole: Tensor) -> Pending:
         """Begin to fill ``whole``, shape (layout.total,), from the main weights of all ranks."""
-        with torch.inference_mode(False), torch.no_grad(), self.main.source(whole) as source:
+        with making_ordinary_tensors(), self.main.source(whole) as source:
             if self.layout.num_shards > 1:
                 return self.collectives.all_gather(whole, source)
             if source.data_ptr() != whole.data_ptr():
@@ -304,26 +309,27 @@ class ParamGroup:
         assert self._whole is not None
         moves = not self.placements.keeps_whole_parameters or not self._pointed
         # A concealed leaf would take each of these for a use of its value.
-        with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
-            for i, leaf in enumerate(self.leaves if moves else ()):
-                leaf.point_to(self.partition.view(self._whole, i))
+        with making_ordinary_tensors(), torch._C.DisableTorchFunctionSubclass():
+            if moves:
+                WholeParameter.point_all(self.leaves, self.partition.views(self._whole))
             self._exposed_versions = [leaf._version for leaf in self.leaves]
         self._pointed = True
 
     def _conceal(self) -> None:
         if not self.placements.keeps_whole_parameters:
-            with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
-                for leaf, placeholder in zip(self.leaves, self._placeholders, strict=True):
-                    leaf.point_to(placeholder)
+            with making_ordinary_tensors(), torch._C.DisableTorchFunctionSubclass():
+                WholeParameter.point_all(self.leaves, self._placeholders)
         self._exposed_versions = []
         self._fresh = False
         self._show_leaves()
 
     def _written_leaves(self) -> list[int]:
         """Parameters whose whole values user code may have written since they were exposed."""
-        return [
-            i for i, (leaf, version) in enumerate(zip(self.leaves, self._exposed_versions)) if leaf._version != version
-        ]
+        with torch._C.DisableTorchFunctionSubclass():
+            versions = [leaf._version for leaf in self.leaves] if self._exposed_versions else []
+        if versions == self._exposed_versions:
+            return []
+        return [i for i, (now, then) in enumerate(zip(versions, self._exposed_versions, strict=True)) if now != then]
 
     def version(self, index: int) -> int:
         """Counts the writes to a parameter, at rest and through its leaf."""
@@ -382,13 +388,14 @@ class ParamGroup:
 
     def leaves_over(self, whole: Tensor) -> list[WholeParameter]:
         """Further leaves, views of ``whole``, main weights of shape (layout.total,); their gradients count too."""
-        leaves = []
-        for i, parameter in enumerate(self.parameters):
-            leaf = WholeParameter.of(parameter, i, self.main_dtype, counts_data_writes=True)
-            leaf.point_to(self.partition.view(whole, i))
+        leaves = [
+            WholeParameter.of(parameter, i, self.main_dtype, counts_data_writes=True)
+            for i, parameter in enumerate(self.parameters)
+        ]
+        WholeParameter.point_all(leaves, self.partition.views(whole))
+        for i, leaf in enumerate(leaves):
             if leaf.requires_grad:
-                self._bring_gradients(leaf, i)  # its hook goes with it
-            leaves.append(leaf)
+                self.arrivals.hook_into(leaf, i)  # its hook goes with it
         return leaves
 
     def store(self, whole: Tensor) -> None:
@@ -396,8 +403,7 @@ class ParamGroup:
         self.before_write()
         with torch.no_grad():
             self.main.write(self.partition.own_shard(whole))
-        for i in range(len(self.parameters)):
-            self.after_write(i)
+        self.after_write(range(len(self.parameters)))
 
     # Owner: what a resting parameter asks
 
@@ -434,7 +440,7 @@ class ParamGroup:
         """The leaf of parameter ``index``, whole, as ``func`` sees it."""
         self.observer.touched(self)
         self.leaves[index].follow_requires_grad()
-        self.hook_gradients(index)
+        self.arrivals.hook(index)
         return self.leaves[index].seen_by(func)
 
     def operating(self) -> AbstractContextManager[Any]:
@@ -448,15 +454,17 @@ class ParamGroup:
         self.keep_writes()
         self.main.before_write()
 
-    def after_write(self, index: int) -> None:
+    def after_write(self, indices: Sequence[int]) -> None:
         """Whole values are stale."""
-        self._writes[index] += 1
         self.main.changed()
-        leaf = self.leaves[index]
         # A graph that saved the old value must fail in backward, as autograd does for in-place changes.
-        torch.autograd.graph.increment_version(leaf)
-        if self.layout.num_shards == 1 and self._main_is_whole:
-            self._exposed_versions[index] = leaf._version
+        torch.autograd.graph.increment_version([self.leaves[index] for index in indices])
+        stays = self.layout.num_shards == 1 and self._main_is_whole
+        for index in indices:
+            self._writes[index] += 1
+            if stays:
+                self._exposed_versions[index] = self.leaves[index]._version
+        if stays:
             return
         self._fresh = False
         if self._exposed_versions:
@@ -465,57 +473,12 @@ class ParamGroup:
 
     # Gradients
 
-    def hook_gradients(self, index: int) -> None:
-        """Have backward bring gradients here; torch forbids the hook while a parameter is frozen.
-
-        They arrive at the leaf, or at the resting parameter itself where a custom autograd function took it: such a
-        call goes past everything that could have put the leaf in its place.
-        """
-        parameter = self.parameters[index]
-        if self._accumulators[index] or not parameter.requires_grad:
-            return
-        self.leaves[index].follow_requires_grad()
-        self._arrivals += [self._bring_gradients(holder, index) for holder in (self.leaves[index], parameter)]
-        with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
-            self._accumulators[index] = [
-                torch.autograd.graph.get_gradient_edge(holder).node for holder in (self.leaves[index], parameter)
-            ]
-
-    def _bring_gradients(self, holder: Tensor, index: int) -> RemovableHandle:
-        me = weakref.ref(self)
-
-        def arrive(holder: Tensor) -> None:
-            group = me()
-            if group is not None:
-                group._arrive(index, holder)
-
-        return cast(RemovableHandle, torch.Tensor.register_post_accumulate_grad_hook(holder, arrive))
-
-    def _arrive(self, index: int, holder: Tensor) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
-            grad = _raw_grad.__get__(holder)
-            _raw_grad.__set__(holder, None)
-        if grad is None:  # it was frozen between forward and backward
-            return
-        with torch.no_grad() if torch.is_grad_enabled() else nullcontext():  # where a backward builds a graph
-            self.gradients.arrive(index, grad)
-        self.observer.gradient_arrived(self, index)
-
-    @property
-    def expected(self) -> list[int]:
-        """Parameters that are trained now."""
-        return [i for i, parameter in enumerate(self.parameters) if parameter.requires_grad]
-
-    def coming(self) -> dict[int, int]:
-        """How many gradients of each parameter the running backward will bring, as far as autograd knows now."""
-        counts = {i: sum(_will_run(node) for node in self._accumulators[i]) for i in self.expected}
-        return {i: count for i, count in counts.items() if count}
-
     def publish(self, used: Sequence[int]) -> None:
         """Give the parameters ``used`` on any rank their gradients; the others keep what they had."""
         self.gradients.publish(used)
         for i in used:
-            self._hooks[i].accumulated(self.parameters[i])
+            if self._hooks[i].on_accumulated:
+                self._hooks[i].accumulated(self.parameters[i])
 
     def get_grad(self, index: int) -> Tensor | None:
         """The mean gradient of parameter ``index``, or ``None``."""
@@ -531,7 +494,7 @@ class ParamGroup:
     def trained_changed(self, index: int) -> None:
         """``requires_grad`` was set on the resting parameter."""
         self.leaves[index].follow_requires_grad()
-        self.hook_gradients(index)
+        self.arrivals.hook(index)
 
     def hook_grad(self, index: int, hook: Callable[[Tensor], Tensor | None]) -> Any:
         """Call ``hook`` with each local gradient, as ``Tensor.register_hook`` does."""
@@ -547,10 +510,7 @@ class ParamGroup:
 
     def release(self, whole: Tensor) -> None:
         """Make the parameters plain, in the dtype they were built in, with the values of ``whole``, (layout.total,)."""
-        # Their nodes refer to the parameters, and torch exchanges no tensor that something in C++ refers to.
-        self._accumulators = [[] for _ in self.leaves]
-        for handle in self._arrivals:
-            handle.remove()
+        self.arrivals.remove()
         for i, parameter in enumerate(self.parameters):
             value = self.partition.view(whole, i).detach().to(self.dtypes.own, copy=True)
             plain = nn.Parameter(value, requires_grad=parameter.requires_grad)
@@ -561,16 +521,14 @@ class ParamGroup:
             self.gradients.set(i, None)
 
 
-# Past the property of the leaf's class, which leads to the resting parameter.
-_raw_grad = cast(Any, torch.Tensor.grad)
+def _began(group: ParamGroup | None) -> None:
+    if group is not None:
+        group.observer.backward_began()
 
 
-def _will_run(node: torch.autograd.graph.Node) -> bool:
-    try:
-        return bool(torch._C._will_engine_execute_node(cast(Any, node)))
-    except RuntimeError:
-        # `torch.autograd.grad` with respect to this very leaf: it takes the gradient, and nothing accumulates.
-        return False
+def _complete(group: ParamGroup | None) -> None:
+    if group is not None:
+        group.observer.gradients_arrived(group)
 
 
 _OWN_ATTRIBUTES = {"_fragment", "_slicing", "_owner", "_index", "_lane"}

@@ -29,7 +29,8 @@ class ParamHooks:
     def __init__(self, parameter: Tensor, dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._local = _dictionary(parameter._backward_hooks)
-        self._accumulated = _dictionary(parameter._post_accumulate_grad_hooks)
+        self.on_accumulated = _dictionary(parameter._post_accumulate_grad_hooks)
+        """Called with the resting parameter after its mean gradient has changed."""
         self._called = False
 
     @property
@@ -45,8 +46,8 @@ class ParamHooks:
 
     def register_accumulated(self, hook: Callable[[Tensor], None]) -> RemovableHandle:
         """Call ``hook`` with the resting parameter after its mean gradient has changed."""
-        handle = RemovableHandle(self._accumulated)
-        self._accumulated[handle.id] = hook
+        handle = RemovableHandle(self.on_accumulated)
+        self.on_accumulated[handle.id] = hook
         return handle
 
     def listen(self, leaf: Tensor, parameter: Tensor) -> None:
@@ -68,15 +69,15 @@ class ParamHooks:
 
     def accumulated(self, parameter: Tensor) -> None:
         """The mean gradient of ``parameter`` has changed."""
-        for hook in list(self._accumulated.values()):
+        for hook in list(self.on_accumulated.values()):
             hook(parameter)
 
     def give_back(self, parameter: Tensor) -> None:
         """Put the hooks on ``parameter``, which is plain again."""
         if self._local:
             parameter._backward_hooks = self._local
-        if self._accumulated:
-            parameter._post_accumulate_grad_hooks = self._accumulated
+        if self.on_accumulated:
+            parameter._post_accumulate_grad_hooks = self.on_accumulated
 
 
 def _dictionary(hooks: Any) -> OrderedDict[int, Callable[[Tensor], Any]]:

@@ -34,6 +34,11 @@ class Partition:
         shape, stride, offset = self._places[index]
         return whole.as_strided(shape, stride, whole.storage_offset() + offset)
 
+    def views(self, whole: Tensor) -> list[Tensor]:
+        """All tensors inside ``whole``."""
+        first = whole.storage_offset()
+        return [whole.as_strided(shape, stride, first + offset) for shape, stride, offset in self._places]
+
     @cached_property
     def _places(self) -> list[tuple[torch.Size, tuple[int, ...], int]]:
         return [(s.shape, s.stride, offset) for s, offset in zip(self.slicings, self.layout.offsets, strict=True)]

@@ -34,7 +34,7 @@ class _Flags:
 
     Args:
         groups: whose parameters.
-        value: the byte of parameter ``index`` of a group.
+        values: of a group, a byte for each parameter.
         more: further bytes.
         collectives: of the ranks.
     """
@@ -42,17 +42,17 @@ class _Flags:
     def __init__(
         self,
         groups: Sequence[ParamGroup],
-        value: Callable[[ParamGroup, int], int],
+        values: Callable[[ParamGroup], list[int]],
         more: Sequence[int],
         collectives: Collectives,
     ) -> None:
         self._start: dict[ParamGroup, int] = {}
-        values: list[int] = []
+        self.own: list[int] = []
         for group in groups:
-            self._start[group] = len(values)
-            values.extend(value(group, index) for index in range(len(group.parameters)))
-        self._more = len(values)
-        self.own = [*values, *more]
+            self._start[group] = len(self.own)
+            self.own += values(group)
+        self._more = len(self.own)
+        self.own += more
         self._tensor = torch.tensor(self.own, dtype=torch.uint8)
         self._watch = collectives.watch
         self._pending = collectives.max_flags(self._tensor)
@@ -109,7 +109,6 @@ class Reducer:
         self._agreed = 0
         self._running = False
         self._coming: _Flags | None = None
-        self._awaited: dict[ParamGroup, dict[int, int]] = {}
         self._completed: dict[ParamGroup, None] = {}
         self._launched: dict[ParamGroup, None] = {}
         self._under_way: ParamGroup | None = None
@@ -131,7 +130,8 @@ class Reducer:
         if self._agreed < AGREEMENTS:
             self._agree_on_order()
         self._completed.clear()
-        self._awaited = {group: group.coming() for group in self._groups}
+        for group in self._groups:
+            group.arrivals.expect()
         if not self._waits:
             self._coming = self._predict()
 
@@ -145,31 +145,23 @@ class Reducer:
 
     def _predict(self) -> _Flags:
         """Which gradients will come."""
-        awaited = self._awaited
 
-        def value(group: ParamGroup, index: int) -> int:
-            return _IN_TIME if index in awaited[group] or index in group.gradients.arrived else _UNUSED
+        def values(group: ParamGroup) -> list[int]:
+            came = group.gradients.arrived | group.arrivals.awaited.keys()
+            return [_IN_TIME if index in came else _UNUSED for index in range(len(group.parameters))]
 
-        return _Flags(self._groups, value, (), self._collectives)
+        return _Flags(self._groups, values, (), self._collectives)
 
-    def arrived(self, group: ParamGroup, index: int) -> None:
-        """Backward gave ``group`` a gradient of its parameter ``index``."""
-        self.begin()
-        awaited = self._awaited[group]
-        if index not in awaited:
-            return
-        awaited[index] -= 1
-        if not awaited[index]:
-            del awaited[index]
-        if not awaited:
-            self._completed[group] = None
-            self._advance()
+    def completed(self, group: ParamGroup) -> None:
+        """Backward gave ``group`` the last gradient that it awaited."""
+        self._completed[group] = None
+        self._advance()
 
     def _advance(self) -> None:
         """Reduce, in the agreed order, what is complete here or used on other ranks alone."""
         while not self._waits and self._cursor < len(self._order):
             group = self._order[self._cursor]
-            if self._awaited[group]:
+            if group.arrivals.awaited:
                 return
             if self._is_used(group):
                 self._launch(group)
@@ -178,7 +170,9 @@ class Reducer:
     def _is_used(self, group: ParamGroup) -> bool:
         """Whether some rank will have a gradient of ``group``, as far as autograd knew at the start."""
         assert self._coming is not None
-        if not any(self._coming.of(group)) and group.expected:
+        if any(self._coming.of(group)):
+            return True
+        if group.arrivals.trained:
             self._coming.read()
         return any(self._coming.of(group))
 
@@ -220,15 +214,20 @@ class Reducer:
         try:
             if not self._waits:
                 # A gradient that was announced and is undefined never comes.
-                for awaited in self._awaited.values():
-                    awaited.clear()
+                for group in self._groups:
+                    group.arrivals.expect_nothing()
                 self._advance()
                 self._flush()
         except RuntimeError:
             self._forget()
             raise
         finally:
+            self._expect_no_backward()
             self._on_end()
+
+    def _expect_no_backward(self) -> None:
+        for group in self._groups:
+            group.arrivals.forget()
 
     def _flush(self) -> None:
         """Reduce what came unannounced, and publish."""
@@ -249,14 +248,17 @@ class Reducer:
     def _compare(self) -> _Flags:
         """Which gradients came, and which after their group's reduction, on any rank."""
 
-        def value(group: ParamGroup, index: int) -> int:
-            if index in group.gradients.arrived:
-                return _LATE if group in self._launched else _IN_TIME
-            return _IN_TIME if index in group.gradients.sent else _UNUSED
+        def values(group: ParamGroup) -> list[int]:
+            gradients = group.gradients
+            late = _LATE if group in self._launched else _IN_TIME
+            return [
+                late if index in gradients.arrived else _IN_TIME if index in gradients.sent else _UNUSED
+                for index in range(len(group.parameters))
+            ]
 
         path = self._path().to_bytes(4, "big")
         # A maximum of bytes and of their complements shows whether all ranks have the same ones.
-        came = _Flags(self._groups, value, [*path, *(255 - byte for byte in path)], self._collectives)
+        came = _Flags(self._groups, values, [*path, *(255 - byte for byte in path)], self._collectives)
         came.read()
         if any(high + negated != 255 for high, negated in zip(came.more[:4], came.more[4:], strict=True)):
             raise RanksDifferError(
@@ -277,6 +279,7 @@ class Reducer:
         """Forget a backward that ended with an exception."""
         if self._running and torch._C._current_graph_task_id() == -1:
             self._running = False
+            self._expect_no_backward()
             self._forget()
             self._on_end()
 

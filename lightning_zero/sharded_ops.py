@@ -20,7 +20,7 @@ from itertools import cycle
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
 from torch.utils._foreach_utils import _foreach_supported_types as _utility_types
 from torch.utils._pytree import tree_leaves, tree_map
@@ -34,6 +34,9 @@ __all__ = ["UnplaceableWriteError", "dispatch"]
 aten = torch.ops.aten
 
 Sharded = ShardedTensor | ShardedView
+
+_CUT = {ShardedTensor, ShardedParameter}
+_PLAIN = {Tensor, nn.Parameter}
 
 
 class UnplaceableWriteError(RuntimeError):
@@ -251,15 +254,20 @@ def _nothing(fragment: Tensor | Deferred) -> Tensor:
 
 def _on_lists(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     lists = [value for value in (*args, *kwargs.values()) if _is_tensor_list(value)]
-    rows = list(zip(*lists, strict=True))
-    leads: list[Any] = [
-        next((item for item in row if isinstance(item, ShardedTensor)), None) for row in zip(*lists, strict=True)
-    ]
     written = _written(func, args, kwargs)
-    if any(lead is None for lead in leads) or _writes_plain(func, args, kwargs) or _writes_elsewhere(written, leads):
-        return _one_by_one(func, args, kwargs, lists)
+    leads: Sequence[Any] = _alike(lists) if {*map(type, _mutated(func, args, kwargs))} <= _CUT else ()
+    alike = bool(leads)
+    if not alike:
+        rows = list(zip(*lists, strict=True))
+        leads = [next((item for item in row if isinstance(item, ShardedTensor)), None) for row in rows]
+        if (
+            any(lead is None for lead in leads)
+            or _writes_plain(func, args, kwargs)
+            or _writes_elsewhere(written, leads)
+        ):
+            return _one_by_one(func, args, kwargs, lists)
     keep = list(range(len(leads)))
-    if written and all(_are_alike(row, lead) for row, lead in zip(rows, leads)):
+    if written and (alike or all(map(_are_alike, rows, leads))):
         # Kernels need no launch for tensors that lie on other ranks. Operands that are cut differently are made whole,
         # which takes all ranks.
         keep = [i for i in keep if leads[i].slicing.own.numel]
@@ -269,8 +277,8 @@ def _on_lists(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     try:
         local = {
             lane: (
-                [_local_list(value, leads, rows_here) for value in args],
-                {key: _local_list(value, leads, rows_here) for key, value in kwargs.items()},
+                [_local_list(value, leads, rows_here, alike) for value in args],
+                {key: _local_list(value, leads, rows_here, alike) for key, value in kwargs.items()},
             )
             for lane, rows_here in by_lane.items()
         }
@@ -286,6 +294,25 @@ def _on_lists(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return None if written else results
 
 
+def _alike(lists: Sequence[Sequence[Any]]) -> Sequence[ShardedTensor]:
+    """The tensors of one list, if those of the others are cut and rest as these are, row by row, or plain scalars.
+
+    So the lists of an optimizer are, and it has many: what can be asked of whole lists is not asked of each tensor.
+    """
+    leads: Sequence[ShardedTensor] = next((tensors for tensors in lists if type(tensors[0]) in _CUT), ())
+    for tensors in lists:
+        kinds = {*map(type, tensors)}
+        if kinds <= _CUT:
+            # Slicings and lanes are equal to themselves alone.
+            if [t._slicing for t in tensors] != [t._slicing for t in leads]:
+                return ()
+            if [t._lane for t in tensors] != [t._lane for t in leads]:
+                return ()
+        elif not kinds <= _PLAIN or any(map(Tensor.dim, tensors)) or len(tensors) != len(leads):
+            return ()
+    return leads
+
+
 def _writes_elsewhere(written: Sequence[Any], leads: Sequence[Any]) -> bool:
     """Whether ``written``, a list for each row or several, rests elsewhere than its row: a copy would be written."""
     rows = zip(written, cycle(leads), strict=False)
@@ -296,8 +323,10 @@ def _is_tensor_list(value: Any) -> bool:
     return isinstance(value, list | tuple) and bool(value) and isinstance(value[0], Tensor)
 
 
-def _local_list(value: Any, leads: Sequence[Any], keep: Sequence[int]) -> Any:
+def _local_list(value: Any, leads: Sequence[Any], keep: Sequence[int], alike: bool) -> Any:
     if _is_tensor_list(value):
+        if alike and type(value[0]) in _CUT:
+            return [value[i].handle for i in keep]
         return [_local(value[i], leads[i]) for i in keep]
     if isinstance(value, Tensor) and keep:  # one for all: a rate, the scale of a loss
         return _snapshot(value, leads[keep[0]])
@@ -409,13 +438,14 @@ def _writes_plain(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> boo
 
 
 def _mutated(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
-    found: list[Tensor] = []
+    found: list[Any] = []
     for position in _written_positions(func):
         name = func._schema.arguments[position].name
         value = args[position] if position < len(args) else kwargs.get(name)
         # The step counters of fused optimizers are plain scalars beside the sharded lists.
-        found.extend(_tensors((value,), {}) if name != "state_steps" else ())
-    return found
+        if name != "state_steps":
+            found += value if isinstance(value, list | tuple) else [value]
+    return [value for value in found if isinstance(value, Tensor)]
 
 
 @cache

@@ -59,8 +59,8 @@ class Owner(Protocol):
     def before_write(self) -> None:
         """Called before a fragment changes: nobody may still be sending it."""
 
-    def after_write(self, index: int) -> None:
-        """Called after a fragment changed: whole copies are stale."""
+    def after_write(self, indices: Sequence[int]) -> None:
+        """Called after fragments changed: whole copies are stale."""
 
     def get_grad(self, index: int) -> Tensor | None:
         """The mean gradient, as a `ShardedTensor`."""
@@ -330,7 +330,7 @@ class ShardedParameter(ShardedTensor):
     @property
     def grad(self) -> Tensor | None:
         """The mean gradient over ranks, or ``None``."""
-        owner = self.owner
+        owner = None if self._owner is None else self._owner()
         if owner is not None:
             return owner.get_grad(self._index)
         with torch._C.DisableTorchFunctionSubclass():
@@ -465,17 +465,19 @@ class _Writing:
     """Announces a change of fragments to their owners, before and after."""
 
     def __init__(self, tensors: Iterable[ShardedTensor]) -> None:
-        self._owned = [(tensor.owner, tensor._index) for tensor in tensors if tensor._owner is not None]
+        self._written: dict[Owner, list[int]] = {}
+        for tensor in tensors:
+            owner = tensor.owner
+            if owner is not None:
+                self._written.setdefault(owner, []).append(tensor._index)
 
     def __enter__(self) -> None:
-        for owner, _ in self._owned:
-            if owner is not None:
-                owner.before_write()
+        for owner in self._written:
+            owner.before_write()
 
     def __exit__(self, *exc: object) -> None:
-        for owner, index in self._owned:
-            if owner is not None:
-                owner.after_write(index)
+        for owner, indices in self._written.items():
+            owner.after_write(indices)
 
 
 def writing(tensors: Iterable[ShardedTensor]) -> _Writing:

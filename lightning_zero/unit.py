@@ -7,7 +7,7 @@ in a window  module.weight is the leaf, a view of the whole buffer
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -32,14 +32,6 @@ class _Slot:
     name: str
     group: ParamGroup
     index: int
-
-    def exchange(self, old: Tensor, new: Tensor) -> bool:
-        """Put ``new`` where ``old`` is; false if something else is there."""
-        module = self.module()
-        if module is None or module._parameters.get(self.attribute) is not old:
-            return False
-        module._parameters[self.attribute] = cast(nn.Parameter, new)
-        return True
 
     def check(self) -> None:
         """See that the attribute, if its module is there yet, does not hold another parameter.
@@ -136,9 +128,7 @@ class Unit:
 
     def replace(self, group: ParamGroup, old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
         """Let attributes that hold a parameter of ``group`` hold ``new`` where they hold ``old``."""
-        for slot in self._slots:
-            if slot.group is group:
-                slot.exchange(old[slot.index], new[slot.index])
+        self._exchange([(s, old[s.index], new[s.index]) for s in self._slots if s.group is group])
 
     def check(self) -> None:
         """See that every attribute still holds the parameter that was sharded.
@@ -156,8 +146,9 @@ class Unit:
         self.swapped = True
         for group in self.groups:
             group.in_window = True
-        for slot in self._slots:
-            slot.exchange(slot.group.parameters[slot.index], slot.group.leaves[slot.index])
+        self._exchange(
+            [(slot, slot.group.parameters[slot.index], slot.group.leaves[slot.index]) for slot in self._slots]
+        )
 
     def swap_out(self) -> None:
         """Let module attributes be resting parameters again."""
@@ -166,5 +157,14 @@ class Unit:
         self.swapped = False
         for group in self.groups:
             group.in_window = False
-        for slot in self._slots:
-            slot.exchange(slot.group.leaves[slot.index], slot.group.parameters[slot.index])
+        self._exchange(
+            [(slot, slot.group.leaves[slot.index], slot.group.parameters[slot.index]) for slot in self._slots]
+        )
+
+    @staticmethod
+    def _exchange(places: Iterable[tuple[_Slot, Tensor, Tensor]]) -> None:
+        """Put the third where the second is; what else is there stays."""
+        for slot, old, new in places:
+            module = slot.module()
+            if module is not None and module._parameters.get(slot.attribute) is old:
+                module._parameters[slot.attribute] = cast(nn.Parameter, new)

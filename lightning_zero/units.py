@@ -40,7 +40,7 @@ def find_units(root: nn.Module, spec: UnitSpec | None = None) -> list[NamedModul
     """Units of ``root`` in definition order, each a list of ``(full name, module)`` that are never nested.
 
     In order of preference: the user's ``spec``; the classes that Hugging Face models list in ``_no_split_modules``;
-    elements of ``ModuleList`` and ``Sequential``.
+    elements of ``ModuleList`` and ``Sequential``. But for the user's, small siblings in a row are one unit.
 
     Args:
         root: the module to cut. It is never a unit itself.
@@ -52,10 +52,11 @@ def find_units(root: nn.Module, spec: UnitSpec | None = None) -> list[NamedModul
     if spec is not None:
         return [[named] for named in _matching(root, spec)]
     names = _no_split_classes(root)
-    found = _outermost(root, lambda module: type(module).__name__ in names)
-    if found:
-        return [[named] for named in found]
-    return _container_elements(root)
+    largest = _numel(root) * LARGEST_SHARE
+    blocks = _outermost(root, lambda module: type(module).__name__ in names) or _list_elements(root, largest)
+    # Siblings share the path up to their own name.
+    siblings = groupby(blocks, key=lambda named: named[0].rpartition(".")[0])
+    return [unit for _, members in siblings for unit in _merged(members, min(MERGED_NUMEL, int(largest)))]
 
 
 def _matching(root: nn.Module, spec: UnitSpec) -> NamedModules:
@@ -118,14 +119,9 @@ def _descend(
             yield from _descend(f"{path}.", child, seen, matches)
 
 
-def _container_elements(root: nn.Module) -> list[NamedModules]:
-    total = _numel(root)
-    largest = total * LARGEST_SHARE
-    elements = _descend("", root, {root}, lambda parent, child: _is_list(parent) and _numel(child) <= largest)
-    limit = min(MERGED_NUMEL, int(largest))
-    # Siblings share the path up to their own name.
-    siblings = groupby(elements, key=lambda named: named[0].rpartition(".")[0])
-    return [unit for _, members in siblings for unit in _merged(members, limit)]
+def _list_elements(root: nn.Module, largest: float) -> NamedModules:
+    """Elements of lists below ``root`` that hold at most ``largest`` parameters."""
+    return list(_descend("", root, {root}, lambda parent, child: _is_list(parent) and _numel(child) <= largest))
 
 
 def _is_list(module: nn.Module) -> bool:

@@ -96,9 +96,11 @@ class WholeParameter(nn.Parameter):
         holder = self if hasattr(WholeParameter, name) or name in WholeParameter.__annotations__ else self._resting
         object.__setattr__(holder, name, value)
 
-    def point_to(self, whole: Tensor) -> None:
-        """Become a view of ``whole``, which has the parameter's shape."""
-        _raw_data.__set__(self, whole)
+    @staticmethod
+    def point_all(leaves: Iterable[WholeParameter], values: Iterable[Tensor]) -> None:
+        """Let each leaf become a view of its whole value, which has the parameter's shape."""
+        for leaf, value in zip(leaves, values, strict=True):
+            _raw_data.__set__(leaf, value)
 
     def seen_by(self, func: Any) -> Tensor:
         """What ``func``, a function of torch, takes in place of this leaf: the leaf, or its value widened."""

@@ -79,20 +79,20 @@ def measured() -> dict[int, dict[str, dict[str, float]]]:
 
 @pytest.mark.parametrize("stage", SHARDED)
 def test_sharding_adds_fewer_calls_than_fully_shard(stage: str, measured: Any) -> None:
-    """Python and C functions in forward + backward of 10 units; with torch 2.13 it is 0.66 to 0.69."""
-    assert overhead.added(measured[10], stage, "calls") < 0.9
+    """Python and C functions in forward + backward of 10 units; with torch 2.13 it is 0.20 to 0.24."""
+    assert overhead.added(measured[10], stage, "calls") < 0.3
 
 
 @pytest.mark.parametrize("stage", SHARDED)
 def test_sharding_adds_less_time_than_fully_shard(stage: str, measured: Any) -> None:
-    """Medians of interleaved rounds; with torch 2.13 it is 0.42 to 0.55, so half of the bound is margin."""
-    assert overhead.added(measured[10], stage, "forward_backward") < 1.0
+    """Medians of interleaved rounds; with torch 2.13 it is 0.21 to 0.27, so half of the bound is margin."""
+    assert overhead.added(measured[10], stage, "forward_backward") < 0.5
 
 
 @pytest.mark.parametrize("stage", SHARDED)
 def test_calls_grow_with_the_number_of_units_as_they_did(stage: str, measured: Any) -> None:
-    """Calls per unit of 40 units against 10, which is 1.41 at stages 1 and 2, and 1.13 at stage 3."""
-    assert measured[40][stage]["calls"] < 1.6 * measured[10][stage]["calls"]
+    """Calls per unit of 40 units against 10: less, since the root is a smaller part; 0.94 at every stage."""
+    assert measured[40][stage]["calls"] < measured[10][stage]["calls"]
 
 
 def test_counts_of_calls_do_not_vary(measured: Any) -> None:

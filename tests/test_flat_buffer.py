@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_zero.flat_buffer import BufferPool, storage_id
+from lightning_zero.flat_buffer import BufferPool, _Slot, storage_id
 
 
 @pytest.fixture
@@ -83,6 +83,32 @@ def test_the_steady_state_does_not_grow(pool):
         b = pool.take(128, torch.float32)
         del a, b
     assert pool.nbytes == 2 * 128 * 4
+
+
+@pytest.mark.parametrize("resting", [10, 200])
+def test_looking_for_a_buffer_does_not_take_longer_the_more_rest(pool, monkeypatch, resting):
+    """Gradients wait for further micro-batches, one unit's come and go; then all are given back, and taken in turn.
+
+    Each take looks at a free one, and at most one that is in use and one at the other end before it.
+    """
+    looked = 0
+    is_free = _Slot.free.fget
+
+    def look(slot):
+        nonlocal looked
+        looked += 1
+        return is_free(slot)
+
+    monkeypatch.setattr(_Slot, "free", property(look))
+    waiting = [pool.take(8, torch.float32) for _ in range(resting)]
+    comes_and_goes, looked = pool.take(8, torch.float32), 0
+    for _ in range(20):
+        following = pool.take(8, torch.float32)
+        comes_and_goes = following
+    waiting.clear()
+    waiting += [pool.take(8, torch.float32) for _ in range(resting)]
+    assert looked <= 3 * (20 + resting) + resting + 2  # once there is no second one to go to, and all are looked at
+    assert comes_and_goes is following
 
 
 def test_size_and_dtype_are_the_key(pool):

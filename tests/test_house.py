@@ -19,7 +19,7 @@ FLOORS = {
     "offload": 2, "lane": 2, "stash": 2, "activation": 2, "activation_bytes": 2,
     "boxes": 1, "slicing": 3, "pieces": 3,
     "sharded_parameter": 3, "sharded_ops": 3, "sharded_reductions": 3, "whole_parameter": 3,
-    "partition": 3, "main_weights": 3, "param_group": 4, "param_hooks": 4, "gradients": 4,
+    "partition": 3, "main_weights": 3, "param_group": 4, "param_hooks": 4, "gradients": 4, "arrivals": 4,
     "unit": 5, "window": 5, "windowed_forward": 5, "compiled": 5, "reducer": 5, "lockstep": 5,
     "group_plan": 2, "in_flight": 2, "holders": 4, "blueprint": 5, "offloading": 5, "assembly": 5,
     "engine": 6, "sharding": 6, "copies": 6, "gathering": 6, "held": 6, "host": 6, "checkpoint": 6,

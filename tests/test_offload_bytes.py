@@ -30,7 +30,7 @@ def _offloaded(loop: Loop) -> list[ParamGroup]:
 def _down(loop: Loop) -> int:
     """Bytes of mean gradients, padding included, of one optimizer step."""
     return sum(
-        group.layout.shard_numel * group.dtypes.main_grad.itemsize for group in _offloaded(loop) if group.expected
+        group.layout.shard_numel * group.dtypes.main_grad.itemsize for group in _offloaded(loop) if group.plan.trained
     )
 
 
@@ -39,7 +39,7 @@ def _up(loop: Loop, trained_only: bool = True) -> int:
     return sum(
         group.layout.shard_numel * group.dtypes.model.itemsize
         for group in _offloaded(loop)
-        if group.expected or not trained_only
+        if group.plan.trained or not trained_only
     )
 
 
@@ -144,7 +144,7 @@ def _state(group: ParamGroup) -> float:
 def _kept(rank: int, offload: OffloadTarget, stage: int) -> tuple[float, float, float]:
     """Bytes of trained state that stay, of the largest unit, and of all."""
     loop = Loop(rank, stage, "mixed", offload)
-    units = [[group for group in unit.groups if group.expected] for unit in (loop.engine.root, *loop.engine.units)]
+    units = [[group for group in unit.groups if group.plan.trained] for unit in (loop.engine.root, *loop.engine.units)]
     kept = [sum(_state(group) for group in groups if group.lane is None) for groups in units]
     sizes = [sum(map(_state, groups)) for groups in units]
     assert all(some in (0, size) for some, size in zip(kept, sizes, strict=True)), "a unit is offloaded as a whole"

@@ -77,7 +77,7 @@ def _measure(rank, stage, micro_batches, precision, freeze, policy=None):
     sizes = [
         (
             unit.is_root or unit is engine.units[-1],  # whole from forward to backward
-            bool(group.expected),
+            group.plan.trained,
             group.layout.total,
             len(group.parameters),
             group.model_dtype.itemsize,

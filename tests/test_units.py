@@ -112,6 +112,16 @@ def test_small_siblings_merge_in_order_up_to_an_eighth():
     assert names(root) == [[f"layers.{i + j}" for j in range(4)] for i in range(0, 16, 4)]
 
 
+def test_small_blocks_of_a_hugging_face_model_merge_too():
+    """An eighth of 17 x 8 parameters is 17: two blocks of 8. What the user names stays as it is."""
+    model = nn.Module()
+    model._no_split_modules = ["Block"]
+    model.layers = nn.ModuleList(Block() for _ in range(17))
+    pairs = [[f"layers.{i}", f"layers.{i + 1}"] for i in range(0, 16, 2)]
+    assert names(model) == [*pairs, ["layers.16"]]
+    assert names(model, ["Block"]) == [[f"layers.{i}"] for i in range(17)]
+
+
 def test_merging_stops_at_its_size():
     """Below 2 ** 18 elements a collective costs its latency: 64 layers of 2 ** 16 merge by four, not by eight."""
     with torch.device("meta"):
