@@ -91,9 +91,9 @@ class Arrivals:
             _raw_grad.__set__(holder, None)
         if grad is None:  # it was frozen between forward and backward
             return
-        self._gradients.arrive(index, grad)
         if self._awaited is None:
             self._on_first()
+        self._gradients.arrive(index, grad)
         awaited = self._awaited
         # One that was not announced joins at the end of backward.
         if awaited and index in awaited:
@@ -108,7 +108,7 @@ class Arrivals:
     def expect(self) -> None:
         """Ask autograd which gradients the running backward will bring."""
         trained = self.trained
-        counts = map(sum, map(_will_run, [self._nodes[i] for i in trained]))
+        counts = map(sum, map(_will_run, [self._nodes.get(i, ()) for i in trained]))
         self._awaited = {i: count for i, count in zip(trained, counts, strict=True) if count}
 
     def expect_nothing(self) -> None:

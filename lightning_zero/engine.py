@@ -394,7 +394,7 @@ def _engines_of(optimizer: torch.optim.Optimizer) -> dict[Engine, None]:
     In the order of its parameters: they communicate one after another, and a set's order differs between ranks.
     """
     parameters = (p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter))
-    owners = [owner() for owner in dict.fromkeys(p._owner for p in parameters) if owner is not None]
+    owners = dict.fromkeys(p.owner for p in parameters)
     observers = (owner.observer for owner in owners if isinstance(owner, ParamGroup))
     return dict.fromkeys(observer for observer in observers if isinstance(observer, Engine))
 

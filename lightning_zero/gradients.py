@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_zero.collectives import Collectives, Pending
 from lightning_zero.flat_buffer import BufferPool
 from lightning_zero.lane import Lane
-from lightning_zero.modes import making_ordinary_tensors, unrecorded
+from lightning_zero.modes import making_ordinary_tensors, unobserved, unrecorded
 from lightning_zero.partition import Partition
 from lightning_zero.placements import Placements
 from lightning_zero.precision import Dtypes
@@ -62,8 +62,8 @@ class GroupGradients:
         self._reducing: tuple[Pending, Tensor, Tensor] | None = None
         self._more_follow = False
         self._main: Tensor | None = None
-        # Which tensors have a mean gradient, and those that somebody has read: a tensor in Python is made when it is.
         self._widens = dtypes.main_grad != dtypes.main
+        # Which tensors have a mean gradient, and those that somebody has read: a tensor in Python is made when it is.
         self._published: set[int] = set()
         self._grads: dict[int, ShardedTensor] = {}
         # Gradients that user code put there, and places in the main buffer whose gradient user code took away.
@@ -210,12 +210,16 @@ class GroupGradients:
             with torch.inference_mode(False), torch.no_grad():
                 self._clear_dropped()
                 self._move(self._copy_of_main(self._dtypes.main))
-        if index not in self._grads:
-            assert self._main is not None
-            with making_ordinary_tensors():
-                fragment = self._partition.fragment(self._main, index)
-                self._grads[index] = ShardedTensor(fragment, self._partition.slicings[index], lane=self._lane)
-        return self._grads[index]
+        return self._grads[index] if index in self._grads else self._make(index)
+
+    @unobserved
+    def _make(self, index: int) -> ShardedTensor:
+        """The tensor that stands for a mean gradient from its first read on."""
+        assert self._main is not None
+        with making_ordinary_tensors():
+            fragment = self._partition.fragment(self._main, index)
+            self._grads[index] = grad = ShardedTensor(fragment, self._partition.slicings[index], lane=self._lane)
+        return grad
 
     def buffers(self) -> Iterator[tuple[Tensor, bool]]:
         """What holds gradients now, local and mean, and whether off the device."""

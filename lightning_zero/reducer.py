@@ -11,7 +11,9 @@ may differ from itself; the second is over when the last reductions are.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -108,6 +110,9 @@ class Reducer:
         self._order = list(reversed(self._groups))
         self._agreed = 0
         self._running = False
+        # What the running graph task calls at its end: it goes uncalled where the task fails.
+        self._at_end: weakref.ref[Any] | None = None
+        self._failed = False
         self._coming: _Flags | None = None
         self._completed: dict[ParamGroup, None] = {}
         self._launched: dict[ParamGroup, None] = {}
@@ -123,10 +128,11 @@ class Reducer:
 
     def begin(self) -> None:
         """Note that a backward runs: its end is when the engine's outermost graph task ends."""
-        if self._running or torch._C._current_graph_task_id() == -1:
+        if torch._C._current_graph_task_id() == -1 or (self._running and not self._failed):
             return
+        self.recover()
         self._running = True
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_of_task)
+        self._queue_end()
         if self._agreed < AGREEMENTS:
             self._agree_on_order()
         self._completed.clear()
@@ -187,6 +193,17 @@ class Reducer:
 
     # At the end
 
+    def _queue_end(self) -> None:
+        call = partial(self._end_of_task)
+        self._at_end = weakref.ref(call, self._task_is_gone)
+        torch.autograd.Variable._execution_engine.queue_callback(call)
+
+    def _task_is_gone(self, at_end: weakref.ref[Any]) -> None:
+        """A graph task is freed. If it failed, the next gradient is another backward's: that must be noticed."""
+        if self._running and at_end is self._at_end:
+            self._failed = True
+            self._expect_no_backward()
+
     def _end_of_task(self) -> None:
         """`finish`, if the graph task that ends is the outermost one."""
         node = cast("torch.autograd.graph.Node | None", torch._C._current_autograd_node())
@@ -195,12 +212,13 @@ class Reducer:
             return
         # The first gradient came inside a reentrant checkpoint, `node`, whose own graph task ends here. What `node`
         # hands its gradient to runs in the task around it.
+        self._at_end = None
         handles: list[RemovableHandle] = []
 
         def queue(_: Any) -> None:
             for handle in handles:
                 handle.remove()
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_of_task)
+            self._queue_end()
 
         handles += [following.register_prehook(queue) for following, _ in node.next_functions if following is not None]
 
@@ -217,6 +235,8 @@ class Reducer:
                 for group in self._groups:
                     group.arrivals.expect_nothing()
                 self._advance()
+                # Before hooks on gradients are called, which may run a backward of their own.
+                self._expect_no_backward()
                 self._flush()
         except RuntimeError:
             self._forget()
@@ -272,13 +292,15 @@ class Reducer:
 
     def flush(self) -> None:
         """Reduce now what waits: someone reads a gradient, or an optimizer steps."""
+        if self._failed:
+            self.recover()
         if not self._running and any(group.gradients.arrived for group in self._groups):
             self._flush()
 
     def recover(self) -> None:
         """Forget a backward that ended with an exception."""
-        if self._running and torch._C._current_graph_task_id() == -1:
-            self._running = False
+        if self._running and (self._failed or torch._C._current_graph_task_id() == -1):
+            self._running = self._failed = False
             self._expect_no_backward()
             self._forget()
             self._on_end()

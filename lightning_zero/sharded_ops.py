@@ -254,23 +254,20 @@ def _nothing(fragment: Tensor | Deferred) -> Tensor:
 
 def _on_lists(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     lists = [value for value in (*args, *kwargs.values()) if _is_tensor_list(value)]
-    written = _written(func, args, kwargs)
-    leads: Sequence[Any] = _alike(lists) if {*map(type, _mutated(func, args, kwargs))} <= _CUT else ()
+    written: list[Any] = _mutated(func, args, kwargs)
+    leads: Sequence[Any] = _alike(lists) if {*map(type, written)} <= _CUT else ()
     alike = bool(leads)
     if not alike:
         rows = list(zip(*lists, strict=True))
         leads = [next((item for item in row if isinstance(item, ShardedTensor)), None) for row in rows]
-        if (
-            any(lead is None for lead in leads)
-            or _writes_plain(func, args, kwargs)
-            or _writes_elsewhere(written, leads)
-        ):
+        sharded_rows = all(lead is not None for lead in leads)
+        if not sharded_rows or not all(isinstance(t, Sharded) for t in written) or _writes_elsewhere(written, leads):
             return _one_by_one(func, args, kwargs, lists)
     keep = list(range(len(leads)))
     if written and (alike or all(map(_are_alike, rows, leads))):
         # Kernels need no launch for tensors that lie on other ranks. Operands that are cut differently are made whole,
         # which takes all ranks.
-        keep = [i for i in keep if leads[i].slicing.own.numel]
+        keep = [i for i in keep if leads[i].slicing.lies_here]
     by_lane: dict[Lane | None, list[int]] = {}
     for i in keep:
         by_lane.setdefault(leads[i].lane, []).append(i)

@@ -47,6 +47,11 @@ class Slicing:
         return self.fragments[self.collectives.rank]
 
     @cached_property
+    def lies_here(self) -> bool:
+        """Whether this rank holds some of its elements."""
+        return self.own.numel > 0
+
+    @cached_property
     def replicated(self) -> bool:
         """Whether every rank holds the whole tensor."""
         return all(fragment.numel == self.numel for fragment in self.fragments)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
 __all__ = ["NamedModules", "UnitSpec", "UnknownUnitError", "find_units"]
@@ -144,4 +145,5 @@ def _merged(siblings: Iterable[tuple[str, nn.Module]], limit: int) -> Sequence[N
 
 
 def _numel(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+    # What is lazy has no size yet; who lays it out says so.
+    return sum(parameter.numel() for parameter in module.parameters() if not is_lazy(parameter))

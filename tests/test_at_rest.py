@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from distributed import run_ranks
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import lightning_zero
 from lightning_zero.sharded_parameter import ShardedParameter
@@ -240,6 +242,53 @@ def test_hooks_and_their_handles_survive_sharding_and_the_way_back() -> None:
     handle.remove()
     assert gradient() == 10.0
     assert len(seen) == 3
+
+
+def test_parameters_may_outlive_their_module() -> None:
+    """An optimizer that holds them steps what else it has."""
+    model, other = lightning_zero.shard(network(), stage=3), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], 0.5)
+    before = other.bias.detach().clone()
+    del model
+    gc.collect()
+    other(torch.ones(3, 2)).sum().backward()
+    optimizer.step()
+    assert torch.equal(other.bias.detach(), before - 0.5 * 3)  # a bias has gradient 1 a row
+
+
+def test_a_gradient_is_read_past_dispatch_modes() -> None:
+    """What stands for it is made at its first read: a mode that records user code sees nothing of that."""
+
+    class Recorded(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    seen: list[Any] = []
+    model = lightning_zero.shard(network(), stage=3)
+    model(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
+    with Recorded():
+        assert all(parameter.grad is not None for parameter in model.parameters())
+    assert not seen
+
+
+def test_a_flag_that_is_set_past_the_parameter_trains_nothing() -> None:
+    """The others keep their gradients."""
+    model = network()
+    model[0].weight.requires_grad = False
+    lightning_zero.shard(model, stage=3)
+    cast(Any, torch._C.TensorBase.requires_grad_)(model[0].weight, True)
+    model(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
+    assert [parameter.grad is not None for parameter in model.parameters()] == [False] + [True] * 23
+
+
+def test_a_lazy_parameter_is_refused_by_name_whatever_names_the_units() -> None:
+    """A Hugging Face model names its blocks; without a size nothing can be laid out."""
+    model = nn.Module()
+    model._no_split_modules = ["Linear"]  # type: ignore[assignment]
+    model.layers, model.head = network(), nn.LazyLinear(2)
+    with pytest.raises(ValueError, match=r"`head.weight` is uninitialized"):
+        lightning_zero.shard(model, stage=3)
 
 
 def _views_in_inference(rank: int, stage: int) -> list[Tensor]:

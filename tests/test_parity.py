@@ -1191,6 +1191,56 @@ def test_good_steps_follow_an_exception_whose_traceback_is_kept(stage):
     compare(scenario, stage)
 
 
+@pytest.mark.parametrize("keeps_error", [False, True])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_graph_of_before_a_failed_backward_still_has_its_gradients(stage, keeps_error):
+    """Two forwards, the backward of one fails, gradients are cleared, and the other's are averaged as ever."""
+
+    def scenario(run):
+        errors = []
+        optimizer = adamw(run.model)
+        for number in range(0, 6, 2):
+            good, bad = run.loss(number=number), run.loss(failing_in_backward, number=number + 1)
+            try:
+                bad.backward()
+            except Stumble as error:
+                errors.append(error if keeps_error else None)
+            optimizer.zero_grad()
+            good.backward()
+            optimizer.step()
+        run.record(len(errors))
+
+    compare(scenario, stage)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_hook_on_a_gradient_may_run_a_backward(stage):
+    """Both backwards are over when the outer one returns: rank 0 alone can read a gradient, which sends nothing."""
+
+    def scenario(run):
+        optimizer = adamw(run.model)
+        parameter = next(run.model.parameters())
+        calls = []
+
+        def once_more(parameter):
+            calls.append(parameter)
+            if len(calls) % 2:
+                with torch.enable_grad():
+                    run.loss(number=len(calls)).backward()
+
+        parameter.register_post_accumulate_grad_hook(once_more)
+        for number in range(3):
+            optimizer.zero_grad()
+            run.loss(number=10 + number).backward()
+            run.record(len(calls))
+            if run.rank in (None, 0):
+                assert parameter.grad.shape == parameter.shape
+            optimizer.step()
+        run.losses = []
+
+    compare(scenario, stage)
+
+
 # The model as an object
 
 

@@ -260,7 +260,7 @@ def _frozen(rank: int, stage: int) -> Any:
         optimizer.step()
     engine = engine_of(model)
     assert engine is not None
-    frozen = [group for group in engine.groups if not group.expected]
+    frozen = [group for group in engine.groups if not group.plan.trained]
     held = lightning_zero.held_bytes(model, [optimizer])
     with lightning_zero.gathered(model):
         after = [parameter.detach().clone() for parameter in model[:9].parameters()]
