@@ -17,6 +17,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -207,6 +208,7 @@ class Lane:
         self.name = name
         self.background = background
         self._queue: deque[Callable[[], object]] = deque()
+        self._added = self._done = 0
         self._lock = threading.RLock()
         self._resting: list[weakref.ref[Tensor]] = []
 
@@ -230,6 +232,7 @@ class Lane:
     def add(self, operation: Callable[[], object]) -> None:
         """Queue ``operation``. It must not read through anything that waits for this lane."""
         self._queue.append(operation)
+        self._added += 1
 
     def ends_with(self, operation: Callable[[], object]) -> bool:
         """Whether ``operation`` is queued, and nothing after it."""
@@ -237,12 +240,13 @@ class Lane:
 
     def begin(self) -> None:
         """Have what is queued done in the background."""
-        self.background.submit(self._work)
+        # No more than that: a reader may do it first, and what is queued then may be there to be added to.
+        self.background.submit(partial(self._work, self._added))
 
-    def _work(self) -> None:
+    def _work(self, last: int) -> None:
         # Whoever waits next, on the main thread, raises it.
         with suppress(BaseException):
-            self._drain()
+            self._drain(last)
 
     def wait(self) -> None:
         """See that everything that was queued is done.
@@ -270,13 +274,15 @@ class Lane:
         self.wait()
         return result[0]
 
-    def _drain(self) -> None:
+    def _drain(self, last: int | None = None) -> None:
+        """Do what is queued, up to the operation that was added as number ``last``."""
         with self._lock, self.background.timing("worked"), torch.inference_mode(False), torch.no_grad():
             try:
-                while self._queue and self.background.failure is None:
+                while self._queue and (last is None or self._done < last) and self.background.failure is None:
                     self._queue[0]()
                     # Only now: who sees an empty queue goes on to read.
                     self._queue.popleft()
+                    self._done += 1
                 self.relax()
             except BaseException as error:
                 # What was interrupted may be half done.

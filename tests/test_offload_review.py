@@ -23,7 +23,7 @@ from lightning_zero import HostMemory, MappedFile, OffloadError, OffloadTarget
 from lightning_zero.checkpoint.one_file import shard_optimizer_state
 from lightning_zero.engine import Engine, _engines_of, engine_of
 from lightning_zero.gradients import _Descent
-from lightning_zero.lane import Background
+from lightning_zero.lane import Background, Lane
 from lightning_zero.offload import page_lock
 
 WORLD_SIZE = 2
@@ -442,6 +442,22 @@ def test_the_background_works_for_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -
     background.submit(lambda: None)
     background.close(waits=True)
     assert devices == [("lightning_zero.offload_0", torch.device("cuda", 1))]
+
+
+def test_the_background_does_what_was_queued_when_it_began() -> None:
+    """Behind, it finds that done by a reader; gradients that wait for those of further micro-batches stay queued."""
+    background = Background(HostMemory(), torch.device("cpu"))
+    lane, held_up, done = Lane("weight", background), threading.Event(), []
+    background.submit(held_up.wait)
+    lane.add(lambda: done.append("update"))
+    lane.begin()
+    lane.wait()
+    lane.add(lambda: done.append("gradients"))
+    held_up.set()
+    background.close(waits=True)
+    assert done == ["update"]
+    lane.wait()
+    assert done == ["update", "gradients"]
 
 
 @pytest.mark.parametrize("has_thread", [False, True])
