@@ -8,6 +8,7 @@
     python examples/overhead.py
     python examples/overhead.py --only zero3 fsdp2 --rounds 3 --json overhead.json
     python examples/overhead.py --tables overhead
+    python examples/overhead.py --tables overhead --at-most 0.5       fails where a stage adds more than that
 
 Collectives of the fake group return at once and move nothing, so all that is left is Python, the dispatcher and small
 copies. Contenders take turns in one process, a step each round. "Added" is what a contender adds to no sharding at all.
@@ -266,6 +267,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--tables", nargs="+", choices=TABLES, default=list(TABLES), help="what is measured")
     parser.add_argument("--rounds", type=positive, default=15, help="timed steps of each contender")
     parser.add_argument("--units", type=positive, default=UNITS, help="units of the first table")
+    parser.add_argument(
+        "--at-most",
+        type=float,
+        metavar="RATIO",
+        help="fail if a stage adds more than this of the time that fully_shard adds to forward + backward",
+    )
     parser.add_argument("--json", type=Path, help="write every figure to this file")
     return parser
 
@@ -279,6 +286,23 @@ def main() -> None:
     if args.json:
         args.json.write_text(json.dumps({"environment": about, **found}, indent=1))
         print(f"Wrote {args.json}.")
+    if args.at_most is not None:
+        check(found.get("overhead", {}), args.at_most)
+
+
+def check(found: dict[str, dict[str, float]], at_most: float) -> None:
+    """See that no stage adds more than ``at_most`` of what `fully_shard` adds: a ratio does not depend on the machine.
+
+    Raises:
+        SystemExit: one does, or there is nothing to compare.
+    """
+    ratios = {name: added(found, name, "forward_backward") for name in found if name not in (NONE, PEER)}
+    if not ratios or None in ratios.values():
+        raise SystemExit(f"--at-most needs the table `overhead` of {NONE}, a stage and {PEER}.")
+    above = {name: round(ratio, 2) for name, ratio in ratios.items() if ratio is not None and ratio > at_most}
+    if above:
+        raise SystemExit(f"Sharding adds more than {at_most} of what fully_shard adds: {above}.")
+    print(f"No stage adds more than {at_most} of what fully_shard adds.")
 
 
 if __name__ == "__main__":

@@ -142,9 +142,8 @@ class ParamGroup:
     # Set-up
 
     def _slicing(self, index: int, parameter: Tensor) -> Slicing:
-        shards = range(self.collectives.world_size)
-        fragments = [self.layout.fragment(index, r if self.layout.num_shards > 1 else 0) for r in shards]
-        return Slicing(self.names[index], parameter.shape, _dense_stride(parameter), tuple(fragments), self.collectives)
+        stride = _dense_stride(parameter)
+        return Slicing(self.names[index], parameter.shape, stride, self.layout, index, self.collectives)
 
     def _first_weights(self, parameters: Sequence[Tensor]) -> MainWeights:
         """Rank 0's values, of which this rank keeps its shard."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.collectives import Collectives
-from lightning_zero.layout import Fragment
+from lightning_zero.layout import FlatLayout, Fragment
 
 __all__ = ["Slicing"]
 
@@ -23,14 +23,16 @@ class Slicing:
         name: full name of the parameter it belongs to, for errors.
         shape: global shape.
         stride: global stride, dense: elements are counted in storage order.
-        fragments: one for each rank; all cover the whole tensor where it is replicated.
+        layout: of the buffers that the tensor lies in, cut for the ranks, or whole on each of them.
+        index: of the tensor in it.
         collectives: of the ranks that hold the fragments.
     """
 
     name: str
     shape: torch.Size
     stride: tuple[int, ...]
-    fragments: tuple[Fragment, ...]
+    layout: FlatLayout
+    index: int
     collectives: Collectives
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Slicing:
@@ -44,7 +46,15 @@ class Slicing:
     @cached_property
     def own(self) -> Fragment:
         """This rank's fragment."""
-        return self.fragments[self.collectives.rank]
+        return self._fragment_of(self.collectives.rank)
+
+    @cached_property
+    def fragments(self) -> tuple[Fragment, ...]:
+        """One for each rank, made when asked for: of a model on a thousand ranks they would be a hundred megabytes."""
+        return tuple(map(self._fragment_of, range(self.collectives.world_size)))
+
+    def _fragment_of(self, rank: int) -> Fragment:
+        return self.layout.fragment(self.index, 0 if self.layout.num_shards == 1 else rank)
 
     @cached_property
     def lies_here(self) -> bool:
@@ -54,7 +64,7 @@ class Slicing:
     @cached_property
     def replicated(self) -> bool:
         """Whether every rank holds the whole tensor."""
-        return all(fragment.numel == self.numel for fragment in self.fragments)
+        return self.layout.num_shards == 1 or self.numel == 0
 
     @cached_property
     def contiguous(self) -> bool:
