@@ -29,6 +29,8 @@ import lightning_zero
 
 RANKS = 2
 BLOCKS = 30
+TIMEOUT = 600
+"""Seconds until a run counts as failed."""
 WAYS = {"build once": 1, "build": RANKS, "shard": RANKS, "shard from one": RANKS}
 """Processes of each."""
 
@@ -71,11 +73,13 @@ def measure(way: str, stage: int, width: int) -> float:
     seconds: Queue[float] = context.Queue()
     port = free_port()
     processes = [
-        context.Process(target=run, args=(rank, way, stage, width, port, seconds)) for rank in range(WAYS[way])
+        # They end with this one: one that failed would leave the other at a barrier.
+        context.Process(target=run, args=(rank, way, stage, width, port, seconds), daemon=True)
+        for rank in range(WAYS[way])
     ]
     for process in processes:
         process.start()
-    slowest = max(seconds.get() for _ in processes)
+    slowest = max(seconds.get(timeout=TIMEOUT) for _ in processes)
     for process in processes:
         process.join()
     return slowest

@@ -203,23 +203,22 @@ class GroupGradients:
         """The mean gradient of tensor ``index``, or ``None``. The first read widens all to the main dtype."""
         if index in self._grads and not self._widens:
             return self._grads[index]
-        if index not in self._published:
-            return None
+        return self._read(index) if index in self._published else None
+
+    @unobserved
+    def _read(self, index: int) -> ShardedTensor:
+        """The mean gradient of tensor ``index``, which is made at its first read."""
         if self._widens and self._main is not None and self._main.dtype != self._dtypes.main:
             # Torch's optimizers refuse a gradient of another dtype than the weight's.
             with torch.inference_mode(False), torch.no_grad():
                 self._clear_dropped()
                 self._move(self._copy_of_main(self._dtypes.main))
-        return self._grads[index] if index in self._grads else self._make(index)
-
-    @unobserved
-    def _make(self, index: int) -> ShardedTensor:
-        """The tensor that stands for a mean gradient from its first read on."""
-        assert self._main is not None
-        with making_ordinary_tensors():
-            fragment = self._partition.fragment(self._main, index)
-            self._grads[index] = grad = ShardedTensor(fragment, self._partition.slicings[index], lane=self._lane)
-        return grad
+        if index not in self._grads:
+            assert self._main is not None
+            with making_ordinary_tensors():
+                fragment = self._partition.fragment(self._main, index)
+                self._grads[index] = ShardedTensor(fragment, self._partition.slicings[index], lane=self._lane)
+        return self._grads[index]
 
     def buffers(self) -> Iterator[tuple[Tensor, bool]]:
         """What holds gradients now, local and mean, and whether off the device."""

@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from lightning_zero.collectives import Collectives
 from lightning_zero.lockstep import RanksDifferError
@@ -210,17 +209,15 @@ class Reducer:
         if node is None:
             self.finish()
             return
-        # The first gradient came inside a reentrant checkpoint, `node`, whose own graph task ends here. What `node`
-        # hands its gradient to runs in the task around it.
+        # The first gradient came in a backward inside of `node`, a reentrant checkpoint or a hook, whose own graph task
+        # ends here. What comes after `node`, its hooks first, runs in the task around it.
         self._at_end = None
-        handles: list[RemovableHandle] = []
 
-        def queue(_: Any) -> None:
-            for handle in handles:
-                handle.remove()
+        def queue(*_: Any) -> None:
+            handle.remove()
             self._queue_end()
 
-        handles += [following.register_prehook(queue) for following, _ in node.next_functions if following is not None]
+        handle = node.register_hook(queue)
 
     def finish(self) -> None:
         """Reduce what is missing and publish gradients; also what earlier backwards left to wait.
@@ -228,7 +225,7 @@ class Reducer:
         Raises:
             RanksDifferError: ranks gathered different units, and computed with each other's.
         """
-        self._running = False
+        self._running = self._failed = False
         try:
             if not self._waits:
                 # A gradient that was announced and is undefined never comes.
@@ -238,7 +235,7 @@ class Reducer:
                 # Before hooks on gradients are called, which may run a backward of their own.
                 self._expect_no_backward()
                 self._flush()
-        except RuntimeError:
+        except BaseException:  # of a user's hook too
             self._forget()
             raise
         finally:
@@ -298,7 +295,7 @@ class Reducer:
             self._flush()
 
     def recover(self) -> None:
-        """Forget a backward that ended with an exception."""
+        """Forget a backward that ended with an exception, and what earlier ones of its optimizer step left to wait."""
         if self._running and (self._failed or torch._C._current_graph_task_id() == -1):
             self._running = self._failed = False
             self._expect_no_backward()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lightning_zero
+from lightning_zero import PrecisionRecipe
 from lightning_zero.sharded_parameter import ShardedParameter
 
 STAGES = (1, 3)
@@ -256,7 +257,8 @@ def test_parameters_may_outlive_their_module() -> None:
     assert torch.equal(other.bias.detach(), before - 0.5 * 3)  # a bias has gradient 1 a row
 
 
-def test_a_gradient_is_read_past_dispatch_modes() -> None:
+@pytest.mark.parametrize("precision", [None, PrecisionRecipe(main_grad=torch.bfloat16)], ids=["as it is", "widened"])
+def test_a_gradient_is_read_past_dispatch_modes(precision: PrecisionRecipe | None) -> None:
     """What stands for it is made at its first read: a mode that records user code sees nothing of that."""
 
     class Recorded(TorchDispatchMode):
@@ -265,8 +267,8 @@ def test_a_gradient_is_read_past_dispatch_modes() -> None:
             return func(*args, **(kwargs or {}))
 
     seen: list[Any] = []
-    model = lightning_zero.shard(network(), stage=3)
-    model(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
+    model = lightning_zero.shard(network(torch.float32), stage=3, precision=precision)
+    model(torch.ones(2, 5)).sum().backward()
     with Recorded():
         assert all(parameter.grad is not None for parameter in model.parameters())
     assert not seen

@@ -6,6 +6,7 @@ hides the difference, which is a mean of losses. Pooled buffers are poisoned wit
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from distributed import run_ranks
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import lightning_zero
 from lightning_zero.engine import engine_of
@@ -1237,6 +1239,56 @@ def test_a_hook_on_a_gradient_may_run_a_backward(stage):
                 assert parameter.grad.shape == parameter.shape
             optimizer.step()
         run.losses = []
+
+    compare(scenario, stage)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_hook_on_a_plain_parameter_may_run_a_backward(stage):
+    """In the middle of a backward of something else."""
+
+    def scenario(run):
+        optimizer = adamw(run.model)
+        other = torch.nn.Linear(2, 2)
+        for number in range(2):
+            optimizer.zero_grad()
+            loss = run.loss(number=number)
+            handle = other.weight.register_post_accumulate_grad_hook(lambda parameter, loss=loss: loss.backward())
+            other(torch.ones(1, 2)).sum().backward()
+            handle.remove()
+            optimizer.step()
+
+    compare(scenario, stage)
+
+
+@pytest.mark.parametrize("where", ["checkpoint", "hook"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_fails_late_in_a_backward_leaves_nothing(stage, where):
+    """After a reentrant checkpoint's own backward, or in a hook when gradients are published; then they are cleared."""
+
+    def stumbles(gradient):
+        raise Stumble
+
+    def failing(net, tokens, targets):
+        # In fp64, as a checkpoint wants an input with a gradient.
+        start = torch.ones((), dtype=torch.float64, requires_grad=True) * 1
+        start.register_hook(stumbles)
+        return checkpoint(lambda one: one * cross_entropy(net, tokens, targets), start, use_reentrant=True)
+
+    def scenario(run):
+        optimizer = adamw(run.model)
+        third = list(run.model.parameters())[2]
+        for number in range(0, 6, 2):
+            good = run.loss(number=number)
+            handle = third.register_post_accumulate_grad_hook(stumbles) if where == "hook" else None
+            with contextlib.suppress(Stumble):
+                run.loss(failing if where == "checkpoint" else cross_entropy, number=number + 1).backward()
+                raise AssertionError("it did not fail")
+            if handle is not None:
+                handle.remove()
+            optimizer.zero_grad()
+            good.backward()
+            optimizer.step()
 
     compare(scenario, stage)
 
