@@ -22,6 +22,7 @@ from lightning_zero.planner.question import PlanError
 from lightning_zero.precision import PrecisionRecipe
 from lightning_zero.sharding import MovedBytes, moved_bytes, no_sync, planned_bytes, shard, unshard
 from lightning_zero.strategy import PytorchLightningZeROStrategy, ZeROStrategy, register_strategies
+from lightning_zero.watch import RanksDifferError
 
 __all__ = [
     "STAGES",
@@ -37,6 +38,7 @@ __all__ = [
     "PlanError",
     "PrecisionRecipe",
     "PytorchLightningZeROStrategy",
+    "RanksDifferError",
     "Recompute",
     "Selective",
     "ZeROMonitor",

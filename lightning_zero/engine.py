@@ -60,6 +60,7 @@ class Engine(GroupObserver):
         local_ranks: ranks on this host.
         policies: what forwards keep for their backward.
         compile: arguments of `torch.compile` for the forwards of units; ``None`` compiles nothing.
+        ranks_may_differ: whether ranks may use different units in training, where these are sharded.
 
     Raises:
         OffloadError: there is no room for what is offloaded.
@@ -77,6 +78,7 @@ class Engine(GroupObserver):
         local_ranks: int = 1,
         policies: Sequence[ActivationPolicy] = (),
         compile: dict[str, Any] | None = None,
+        ranks_may_differ: bool = False,
     ) -> None:
         self._module = weakref.ref(module)
         self.collectives = collectives
@@ -105,7 +107,8 @@ class Engine(GroupObserver):
         self.reducer = Reducer(
             self.groups, collectives, self._forward_order, lambda: self.windows.path, self._end_backward
         )
-        self.lockstep = Lockstep([self.root, *self.units], collectives)
+        asks = ranks_may_differ and collectives.world_size > 1 and not self.placements.keeps_whole_parameters
+        self.lockstep = Lockstep([self.root, *self.units], collectives, asks)
         self.windows = Windows(self.root, self.units, self.in_flight, self.reducer.begin, self.lockstep)
         collectives.meet = _meeting(self)
         for group in self.groups:
@@ -151,10 +154,13 @@ class Engine(GroupObserver):
         """`meet`, unless training flows."""
         if purpose not in FLOWING:
             self.meet(purpose)
-            return
-        self.windows.complete()
-        if self.lockstep.asked:
-            self.meet("training step")
+        elif self.lockstep.trains:
+            # Nothing is whole that all ranks must hold, so nothing is let go of.
+            self.lockstep.meet(FLOWING[purpose])
+        else:
+            self.windows.complete()
+            if self.lockstep.asked:
+                self.meet("training step")
 
     def meet(self, place: str) -> None:
         """Wait for all ranks before they go on together, and give those that are behind what they need.
@@ -177,7 +183,7 @@ class Engine(GroupObserver):
     @contextmanager
     def training_step(self) -> Iterator[None]:
         """A `step` that a backward follows, on all ranks: rank 0's buffers come first."""
-        if not self.windows.all_gathered:
+        if self.lockstep.trains or not self.windows.all_gathered:
             self.meet("training step")
         with self.windows.training(), self.step():
             self.share_buffers()
@@ -329,7 +335,7 @@ class Engine(GroupObserver):
         self._remove_windows()
 
     def _dissolve(self, waits: bool = False) -> None:
-        self.collectives.watch.stop()
+        self.collectives.close()
         # Not for updates: a garbage collection may run this in the background thread itself, or where a lane is held.
         # Who reads their results later, as an average of the weights, waits for them.
         if not self.abandoned:

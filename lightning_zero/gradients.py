@@ -50,6 +50,7 @@ class GroupGradients:
         self._placements = placements
         self._dtypes = dtypes
         self._collectives = collectives
+        self._tag = collectives.new_tag()
         self._pool = pool
         self._lane = lane
         self._descent: _Descent | None = None
@@ -115,7 +116,7 @@ class GroupGradients:
             out = self._partition.own_shard(whole)
         else:
             out = self._pool.take(layout.shard_numel, self._dtypes.reduce)
-        return self._collectives.reduce_scatter(out, whole, self._pool.take), out
+        return self._collectives.reduce_scatter(out, whole, self._pool.take, tag=self._tag), out
 
     @unrecorded
     def settle(self) -> None:
@@ -124,7 +125,7 @@ class GroupGradients:
             return
         pending, out, _ = self._reducing
         name = self._partition.slicings[0].name
-        with self._collectives.watch.waiting_for(f"the mean gradients of `{name}` and its unit"):
+        with self._collectives.watch.waiting_for(f"the mean gradients of `{name}` and its unit", pending.operation):
             pending.wait()
         self._reducing = None
         out = self._cast(out, self._dtypes.main_grad)

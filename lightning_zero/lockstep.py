@@ -7,21 +7,27 @@ Every bar is one exchange of a few bytes among all ranks. The lowest number come
 places where ranks meet, so those meet only when nobody asks any more. Ranks that meet in different places never would
 have gone on together: all of them raise.
 
-Training flows without questions, in one order on all ranks; a meeting stands before it.
+Training flows without questions, in one order on all ranks; a meeting stands before it. Where ranks may differ in
+training too, it asks as evaluation does, and meets before each reduction. There the question for the unit that is
+likely to come next goes out ahead: ranks that agree find its answer when they need it.
+
+    rank 0    ask 3, ask 4 ahead | compute 3 | 4 begins to gather, ask 5 ahead | compute 4 | ...
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-from lightning_zero.collectives import Collectives
+from lightning_zero.collectives import Collectives, Pending
+from lightning_zero.watch import RanksDifferError
 
-__all__ = ["FLOWING", "PLACES", "Lockstep", "RanksDifferError"]
+__all__ = ["FLOWING", "PLACES", "Lockstep"]
 
 PLACES = {
     "setup": "setting up",
@@ -41,18 +47,18 @@ PLACES = {
     "reduce": "`strategy.reduce`, as of a logged metric",
     "all_gather": "`strategy.all_gather`",
     "end": "the end of the run",
+    "buffers": "rank 0's buffers before a training step",
+    "flags": "the beginning or the end of a backward",
+    "reduction": "a reduction of gradients",
 }
 """Where ranks meet, by a short name; the order is that of their numbers."""
 
-FLOWING = ("reduce", "flags", "buffers")
-"""Purposes of collectives that come in one order in training: a meeting stands before the first one alone."""
+FLOWING = {"reduce": "reduction", "flags": "flags", "buffers": "buffers"}
+"""Purposes of collectives that come in one order in training, and their places: a meeting stands before the first one
+alone, but where training asks, before each."""
 
 _FIRST_PLACE = 1 << 40
 _NAMES = list(PLACES)
-
-
-class RanksDifferError(RuntimeError):
-    """Ranks have come to places from which they cannot go on together."""
 
 
 class Servable(Protocol):
@@ -62,6 +68,15 @@ class Servable(Protocol):
         """Take part in a gather, and keep what comes if it is ``wanted`` here."""
 
 
+@dataclass(frozen=True)
+class _Exchange:
+    """One exchange under way, in which this rank said ``number``."""
+
+    number: int
+    values: torch.Tensor
+    pending: Pending
+
+
 class _Numbers:
     """Numbers of everything that is sharded over one process group: the same on every rank."""
 
@@ -69,6 +84,7 @@ class _Numbers:
         self.units: dict[int, weakref.ref[Servable]] = {}
         self.modules = 0
         self.asked = False
+        self.ahead: _Exchange | None = None
 
 
 class Lockstep:
@@ -77,9 +93,11 @@ class Lockstep:
     Args:
         units: of the module.
         collectives: of the ranks.
+        trains: whether training asks too.
     """
 
-    def __init__(self, units: Sequence[Servable], collectives: Collectives) -> None:
+    def __init__(self, units: Sequence[Servable], collectives: Collectives, trains: bool = False) -> None:
+        self.trains = trains
         self._collectives = collectives
         group = collectives.group
         self._shared = _Numbers() if group is None else _of_groups.setdefault(group, _Numbers())
@@ -91,16 +109,22 @@ class Lockstep:
 
     @property
     def asked(self) -> bool:
-        """Whether this rank asked, or served, since its last meeting, for whichever module."""
-        return self._shared.asked
+        """Whether ranks may be in different places: one asked, or served, since the last meeting of all modules."""
+        return self._shared.asked or self.trains
 
-    def ask(self, unit: Servable) -> None:
-        """Begin to gather ``unit``, after what other ranks need before it."""
+    def ask(self, unit: Servable, following: Servable | None = None) -> None:
+        """Begin to gather ``unit``, after what other ranks need before it.
+
+        Args:
+            following: what this rank will ask for next, likely: its question goes out now.
+        """
         number = self._number[unit]
         wanted = None
         while wanted != number:
             wanted, _, _ = self._exchange(number, True)
             self._serve(wanted, wanted == number)
+        if following is not None:
+            self._shared.ahead = self._begin(self._number[following], True)
 
     def meet(self, place: str, holds_root: bool = True) -> bool:
         """Serve until all ranks are at ``place``, one of `PLACES`. Returns whether every rank ``holds_root``.
@@ -137,11 +161,20 @@ class Lockstep:
         unit.serve(wanted)
 
     def _exchange(self, number: int, holds_root: bool) -> tuple[int, int, bool]:
-        """Lowest and highest number of all ranks, and whether all of them ``holds_root``."""
-        values = torch.tensor([number, -number, int(holds_root)])
-        with self._collectives.watch.waiting_for(f"the other ranks at {self._describe(number)}"):
-            lowest, negated, all_hold = self._collectives.minimum(values).tolist()
+        """Lowest and highest number of all ranks, and whether all of them ``holds_root``.
+
+        What was asked ahead is answered first, with the number of a unit: whoever is at a place asks again.
+        """
+        begun, self._shared.ahead = self._shared.ahead or self._begin(number, holds_root), None
+        operation = begun.pending.operation
+        with self._collectives.watch.waiting_for(f"the other ranks at {self._describe(begun.number)}", operation):
+            begun.pending.wait()
+        lowest, negated, all_hold = begun.values.tolist()
         return lowest, -negated, bool(all_hold)
+
+    def _begin(self, number: int, holds_root: bool) -> _Exchange:
+        values = torch.tensor([number, -number, int(holds_root)])
+        return _Exchange(number, values, self._collectives.minimum(values))
 
 
 _of_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, _Numbers] = weakref.WeakKeyDictionary()

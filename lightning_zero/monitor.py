@@ -260,6 +260,7 @@ def _extremes(engine: Engine, local: dict[str, float]) -> dict[str, float]:
     """The least and the most over ranks: a collective."""
     engine.meet("reduce")  # another rank may need something first
     values = torch.tensor([sign * value for value in local.values() for sign in (1, -1)], dtype=torch.float64)
-    found = engine.collectives.minimum(values).tolist()
+    engine.collectives.minimum(values).wait()
+    found = values.tolist()
     pairs = zip(local, found[::2], found[1::2], strict=True)
     return {f"{name}_{end}": value for name, low, high in pairs for end, value in (("min", low), ("max", -high))}

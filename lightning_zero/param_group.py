@@ -100,6 +100,7 @@ class ParamGroup:
         self.placements = placements = plan.placements
         self.observer = GroupObserver()
         self.collectives = collectives
+        self._tag = collectives.new_tag()
         self._pool = pool
         self._held = held
         self.dtypes = dtypes = plan.dtypes
@@ -256,7 +257,7 @@ class ParamGroup:
         """Begin to fill ``whole``, shape (layout.total,), from the main weights of all ranks."""
         with making_ordinary_tensors(), self.main.source(whole) as source:
             if self.layout.num_shards > 1:
-                return self.collectives.all_gather(whole, source)
+                return self.collectives.all_gather(whole, source, tag=self._tag)
             if source.data_ptr() != whole.data_ptr():
                 whole.copy_(source)
             return Pending.on_stream(whole)
@@ -299,7 +300,8 @@ class ParamGroup:
     def finish_gather(self) -> None:
         """Wait for a gather under way, without use for its result yet."""
         if self._gathering is not None:
-            with self.collectives.watch.waiting_for(f"the weights of `{self.names[0]}` and its unit"):
+            what = f"the weights of `{self.names[0]}` and its unit"
+            with self.collectives.watch.waiting_for(what, self._gathering.operation):
                 self._gathering.wait()
             self._gathering = None
             self._fresh = True

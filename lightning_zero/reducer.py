@@ -19,8 +19,8 @@ from typing import Any, cast
 import torch
 
 from lightning_zero.collectives import Collectives
-from lightning_zero.lockstep import RanksDifferError
 from lightning_zero.param_group import ParamGroup
+from lightning_zero.watch import RanksDifferError
 
 __all__ = ["Reducer"]
 
@@ -62,7 +62,7 @@ class _Flags:
     def read(self) -> None:
         """Wait for the other ranks' bytes."""
         if self._read is None:
-            with self._watch.waiting_for("the flags of a backward"):
+            with self._watch.waiting_for("the flags of a backward", self._pending.operation):
                 self._pending.wait()
             self._read = self._tensor.tolist()
 
@@ -279,9 +279,9 @@ class Reducer:
         came.read()
         if any(high + negated != 255 for high, negated in zip(came.more[:4], came.more[4:], strict=True)):
             raise RanksDifferError(
-                "ranks gathered different blocks in this step, so each may have computed with weights of another one."
-                " At stage 3 all ranks must take the same path in training: draw what is dropped from a generator that"
-                " is seeded alike on every rank, or train with `ZeROStrategy(stage=2)`."
+                "ranks gathered different blocks in this step, or the same in another order. At stage 3 all ranks must"
+                " take the same path in training: draw what is dropped from a generator that is seeded alike on every"
+                " rank, or let them differ: `ZeROStrategy(ranks_may_differ=True)`."
             )
         return came
 

@@ -42,6 +42,7 @@ def shard(
     local_ranks: int | None = None,
     activation_checkpointing: Any = None,
     compile: bool | dict[str, Any] | None = False,
+    ranks_may_differ: bool = False,
 ) -> ModuleT:
     """Shard ``module`` in place over the ranks of a process group, and return it.
 
@@ -69,6 +70,8 @@ def shard(
         activation_checkpointing: what units keep for backward: "full", "selective", "offload", a set of module classes
             to recompute, an `ActivationPolicy`, or several of these; default: everything.
         compile: compile the forward of each unit; a dictionary holds arguments of `torch.compile`.
+        ranks_may_differ: let ranks use different blocks in training at stage 3 too, at a price; else that is a
+            `RanksDifferError`.
 
     Raises:
         ValueError: ``stage``, ``units``, ``offload``, ``activation_checkpointing`` or ``device`` is bad, or parameters
@@ -88,7 +91,7 @@ def shard(
     if local_ranks is None:
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", collectives.world_size))
     recipe = precision or PrecisionRecipe()
-    Engine(module, placements, recipe, units, collectives, target, local_ranks, policies, options)
+    Engine(module, placements, recipe, units, collectives, target, local_ranks, policies, options, ranks_may_differ)
     return module
 
 

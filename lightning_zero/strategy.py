@@ -81,6 +81,8 @@ class _ZeROMixin(_DDPStrategy):
             rank writes its part; both are read by themselves, whatever this says.
         async_save: write checkpoints in the background, from a copy in host memory; the next one, and the end of the
             run, wait for it.
+        ranks_may_differ: let ranks use different blocks in training at stage 3 too, as for batches without images or
+            experts without tokens, at a price; else that is a `RanksDifferError`.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend,
             timeout, start_method: as for ``DDPStrategy``.
         ddp_arguments: ``find_unused_parameters``, ``static_graph`` and ``gradient_as_bucket_view`` are accepted and
@@ -103,6 +105,7 @@ class _ZeROMixin(_DDPStrategy):
         recipe: PrecisionRecipe | None = None,
         state_dict_type: Literal["full", "sharded"] = "full",
         async_save: bool = False,
+        ranks_may_differ: bool = False,
         accelerator: Any | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: Any | None = None,
@@ -128,8 +131,8 @@ class _ZeROMixin(_DDPStrategy):
         if unknown:
             raise TypeError(
                 f"ZeROStrategy does not know {unknown[0]!r}. It takes stage, offload, activation_checkpointing,"
-                " compile, units, recipe, state_dict_type, async_save and the process arguments of DDPStrategy:"
-                " `ZeROStrategy(stage=3)`."
+                " compile, units, recipe, state_dict_type, async_save, ranks_may_differ and the process arguments of"
+                " DDPStrategy: `ZeROStrategy(stage=3)`."
             )
         super().__init__(
             accelerator=accelerator,
@@ -144,6 +147,7 @@ class _ZeROMixin(_DDPStrategy):
         self.stage = stage
         self._units = units
         self._recipe = recipe
+        self._ranks_may_differ = ranks_may_differ
         self._interrupted = False
         if ddp_arguments:
             self._flavour.rank_zero_info(
@@ -197,6 +201,7 @@ class _ZeROMixin(_DDPStrategy):
                 local_ranks=self.num_processes,
                 activation_checkpointing=self._policies,
                 compile=self._compile,
+                ranks_may_differ=self._ranks_may_differ,
             )
         assert self.engine is not None
         if self.engine.abandoned:

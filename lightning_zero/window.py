@@ -57,23 +57,23 @@ class _Order:
     def __init__(self) -> None:
         self.previous: Unit | None = None
         self.predecessor: dict[Unit, Unit] = {}
-        self._successor: dict[Unit, Unit] = {}
+        self.successor: dict[Unit, Unit] = {}
 
     def follow(self, unit: Unit) -> Unit | None:
         """Note that ``unit`` opens; which one came next the last time."""
         if self.previous is None:
             self.predecessor.pop(unit, None)
         elif self.previous is not unit:
-            self._successor[self.previous] = unit
+            self.successor[self.previous] = unit
             self.predecessor[unit] = self.previous
         self.previous = unit
-        following = self._successor.get(unit)
+        following = self.successor.get(unit)
         return None if following is unit else following
 
     def end(self) -> None:
         """Note that nothing opens after the unit that was opened last."""
         if self.previous is not None:
-            self._successor.pop(self.previous, None)
+            self.successor.pop(self.previous, None)
             self.previous = None
 
 
@@ -102,8 +102,9 @@ class Windows:
         self._held = held
         self._on_backward = on_backward
         self._lockstep = lockstep
+        self._asks = lockstep.trains
         self._training = 0
-        self._graph_flows = False
+        self._graph_trains = False
         self._number = {unit: number for number, unit in enumerate((root, *units), start=1)}
         self.path = 0
         """The numbers of the units whose gathers began unasked, in order, as one number below 2 ** 32."""
@@ -159,11 +160,16 @@ class Windows:
             self._training -= 1
 
     @property
-    def _flows(self) -> bool:
-        """Whether gathers may begin unasked, and ahead: in forwards of a training step and their backward."""
+    def _trains(self) -> bool:
+        """Whether this is a forward of a training step, or its backward."""
         if in_backward():
-            return self._graph_flows
+            return self._graph_trains
         return self._training > 0 and torch.is_grad_enabled()
+
+    @property
+    def _flows(self) -> bool:
+        """Whether gathers may begin unasked: all ranks need the same units in the same order."""
+        return not self._asks and self._trains
 
     @property
     def all_gathered(self) -> bool:
@@ -182,7 +188,7 @@ class Windows:
         if in_backward():
             return
         # Backward begins with the unit that was used last: to free it now would be to wait for it then.
-        last = self._lingering if self._flows and self._packs else None
+        last = self._lingering if self._trains and self._packs else None
         self._let_go(keep=last)
         self._lingering = last
         if self._flows and not self._packs:
@@ -247,18 +253,19 @@ class Windows:
         """Record the order, and gather the unit that came next the last time."""
         if torch.is_grad_enabled():
             self.forward_order.setdefault(unit)
-            self._graph_flows = self._flows
-        following = self._order[self._flows].follow(unit)
+            self._graph_trains = self._trains
+        following = self._order[self._trains].follow(unit)
         if following is None:
             return
-        if following.updating and self._flows:
+        if following.updating and self._trains:
             # To wait for it now would hold this unit's computation up.
             self._expected[unit] = following
         else:
             self._prefetch(following)
 
     def _prefetch(self, unit: Unit) -> None:
-        self._unshard(unit)
+        after = self._order[True].successor.get(unit) if self._asks and self._trains else None
+        self._unshard(unit, None if after is None or after.is_gathered else after)
         self._prefetched = unit
 
     @unobserved
@@ -269,7 +276,7 @@ class Windows:
             if in_backward():
                 return
             expected = self._expected.pop(unit, None)
-            if expected is not None and self._flows:
+            if expected is not None and self._trains:
                 self._prefetch(expected)
             # It is freed when the next unit opens: a unit may consist of several modules in a row.
             if self._lingering is not None and self._lingering is not unit:
@@ -313,8 +320,11 @@ class Windows:
             self._lingering = None
         self._unshard(unit)
         self._opened_in_backward[unit] = None
-        if preceding is not None and preceding is not unit and self._flows:
-            preceding.unshard()
+        if preceding is not None and preceding is not unit and self._trains:
+            if self._asks:
+                self._unshard(preceding)
+            else:
+                preceding.unshard()
             self._opened_in_backward[preceding] = None
         unit.wait()
 
@@ -381,9 +391,13 @@ class Windows:
     def refresh(self, needed: Unit | None = None) -> None:
         """Begin to make stale whole values that rest, and the root's, current: in one order on every rank.
 
+        Where ranks ask, nothing rests whole, and the root is asked for too.
+
         Args:
             needed: gather no further than to this unit where that would wait for updates in the background.
         """
+        if self._asks:
+            return
         units = (self.root, *self.units) if not self._packs else (self.root,)
         last = units.index(needed) if needed in units and any(unit.updating for unit in units) else len(units)
         for unit in units[: last + 1]:
@@ -395,8 +409,8 @@ class Windows:
         if self._left_gathers:
             self.refresh()
 
-    def _unshard(self, unit: Unit) -> None:
-        """Begin to make ``unit`` whole."""
+    def _unshard(self, unit: Unit, following: Unit | None = None) -> None:
+        """Begin to make ``unit`` whole; where ranks ask, ask for ``following`` ahead."""
         if self._packs:
             if self._flows:
                 self._flow()
@@ -404,7 +418,7 @@ class Windows:
                     self.path = (31 * self.path + self._number[unit]) % 2**32
                 unit.unshard()
             elif not unit.is_gathered:
-                self._lockstep.ask(unit)
+                self._lockstep.ask(unit, following)
         elif not self._shares:  # no other rank is needed
             unit.unshard()
         elif not unit.is_whole:

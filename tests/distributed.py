@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map
 
+import journal
 from lightning_zero.sharded_parameter import ShardedTensor
 
 TIMEOUT = 60.0
@@ -33,8 +34,10 @@ def _rank_main(
         dist.init_process_group(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timeout
         )
+        sent = journal.begin()
+        result = function(rank, *args)
         # Not `send`: it would pass tensors as shared memory, which goes with this process.
-        pipe.send_bytes(pickle.dumps((True, function(rank, *args))))
+        pipe.send_bytes(pickle.dumps((True, (result, sent))))
     except BaseException:
         pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
     finally:
@@ -43,11 +46,17 @@ def _rank_main(
         os._exit(0)
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, journals_differ: bool = False) -> list[Any]:
     """``function(rank, *args)`` on ``world_size`` gloo ranks; its results, which must be picklable, by rank.
 
+    Args:
+        world_size: number of ranks.
+        function: called on each.
+        args: of it.
+        journals_differ: what ranks send may differ, since one of them fails.
+
     Raises:
-        AssertionError: a rank raised, with its traceback, or hangs.
+        AssertionError: a rank raised, with its traceback, or hangs; or ranks sent different things.
     """
     context = get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
@@ -61,11 +70,14 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list
             pipes.append(receiver)
             processes.append(process)
         try:
-            return _collect(pipes)
+            results = _collect(pipes)
         finally:
             for process in processes:
                 process.kill()
                 process.join()
+    if not journals_differ:
+        journal.compare([sent for _, sent in results])
+    return [result for result, _ in results]
 
 
 def _collect(pipes: list[Any]) -> list[Any]:

@@ -40,7 +40,7 @@ class Layer:
         kind: a key of `KINDS`.
         dtype: of its parameters.
         size: an inner size, an index, or nothing, as the kind has it.
-        only_rank: below stage 3, the one rank that calls it.
+        only_rank: the one rank that calls it.
     """
 
     kind: str
@@ -90,6 +90,7 @@ class Example:
     hooked: tuple[int, ...]
     anchor: bool
     meta: bool
+    asks: bool
     optimizer: str
     program: tuple[tuple[Any, ...], ...]
 
@@ -419,8 +420,7 @@ class _Builder:
         return built
 
     def _only_rank(self, layer: Layer) -> int | None:
-        # At stage 3 ranks take the same path.
-        if layer.only_rank is None or self._example.stage == 3 or self._example.world_size == 1:
+        if layer.only_rank is None or self._example.world_size == 1:
             return None
         if layer.kind == "writing":  # ranks write alike
             return None
@@ -501,6 +501,16 @@ def units_of(example: Example, model: nn.Module) -> Any:
     if example.units == "blocks":
         return ["Block"]
     return predicate
+
+
+def differs(example: Example, model: nn.Module) -> bool:
+    """Whether ranks use different units; in different parts of one they may differ always.
+
+    A unit's forward is called on all ranks, but for what is inside of a layer that one rank calls alone.
+    """
+    alone = [module for module in model.modules() if getattr(module, "only_rank", None) is not None]
+    reads = any(isinstance(module, ReadingLayer) for module in alone)
+    return bool(alone) and (reads or example.units not in ("blocks", "layers"))
 
 
 def hook(example: Example, parameters: list[nn.Parameter], odd: bool) -> None:
@@ -914,6 +924,7 @@ def in_one_process(example: Example) -> Story:
     names = [name for name, _ in model.named_buffers()]
     story.buffers = [dict(zip(names, values, strict=True)) for values in session.buffers]
     story.dtypes = dtypes
+    features |= {"differs at stage 3"} if example.stage == 3 and differs(example, model) else set()
     story.features = features
     if reused(model, session.batches * example.world_size):
         story.features.add("reused")
@@ -938,7 +949,8 @@ def on_rank(rank: int, example: Example) -> Story:
     # Kept from before: a parameter remains itself.
     parameters = list(model.parameters())
     hook(example, parameters, odd=True)
-    lightning_zero.shard(model, stage=example.stage, units=units_of(example, model))
+    asks = example.asks or differs(example, model)
+    lightning_zero.shard(model, stage=example.stage, units=units_of(example, model), ranks_may_differ=asks)
     hook(example, parameters, odd=False)
     engine = engine_of(model)
     assert engine is not None

@@ -21,6 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import journal
+
 PATIENCE = 15.0
 """Seconds in which a rank waits for the others; work that fits the pool takes a fraction of one."""
 
@@ -41,8 +43,9 @@ def _serve(
             work = pickle.loads(pipe.recv_bytes())
         except EOFError:
             os._exit(0)
+        sent = journal.begin()
         try:
-            answer = (True, function(rank, work))
+            answer = (True, (function(rank, work), sent))
         except BaseException:
             answer = (False, traceback.format_exc())
         # Not `send`: it would pass tensors as shared memory.
@@ -93,7 +96,8 @@ class RankPool:
                 if not done:
                     deadline = min(deadline, time.monotonic() + GRACE)
         if len(results) == self._world_size:
-            return [results[rank] for rank in range(self._world_size)]
+            journal.compare([results[rank][1] for rank in range(self._world_size)])
+            return [results[rank][0] for rank in range(self._world_size)]
         self.close()
         raise AssertionError(self._story(results, failures))
 

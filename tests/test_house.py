@@ -49,6 +49,7 @@ PUBLIC = [
     "PlanError",
     "PrecisionRecipe",
     "PytorchLightningZeROStrategy",
+    "RanksDifferError",
     "Recompute",
     "Selective",
     "ZeROMonitor",

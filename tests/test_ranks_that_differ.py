@@ -22,8 +22,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import lightning_zero
 from lightning_zero import ZeROStrategy, watch
 from lightning_zero.engine import engine_of
-from lightning_zero.lockstep import RanksDifferError
-from lightning_zero.watch import CollectiveFailedError
+from lightning_zero.watch import RanksDifferError
 
 STAGES = (1, 2, 3)
 
@@ -300,7 +299,7 @@ class Drops(nn.Module):
 
 def _drops(rank: int, stage: int, equal: bool) -> Any:
     model = Drops(rank, equal)
-    group = torch.distributed.new_group([0, 1], timeout=datetime.timedelta(seconds=4), backend="gloo")
+    group = torch.distributed.new_group([0, 1], timeout=datetime.timedelta(seconds=30), backend="gloo")
     lightning_zero.shard(model, stage=stage, units=[nn.Linear], process_group=group)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for number in range(3):
@@ -335,22 +334,14 @@ def test_ranks_may_leave_out_different_blocks_where_weights_rest(stage: int, equ
             assert torch.allclose(value, expected, rtol=0, atol=1e-6)
 
 
-def test_different_blocks_at_stage_3_raise_on_every_rank_before_a_step() -> None:
-    """The blocks have one size: without a check each rank would compute with the other's weights, and nobody notice."""
-    for name, message, number in run_ranks(2, _drops, 3, True):
+@pytest.mark.parametrize("equal", [True, False], ids=["one block each", "one rank alone"])
+def test_different_blocks_at_stage_3_raise_on_every_rank_before_a_step(equal: bool) -> None:
+    """The blocks have one size: each rank could compute with the other's weights, and nobody notice."""
+    for name, message, number in run_ranks(2, _drops, 3, equal):
         assert name == RanksDifferError.__name__
-        assert "ranks gathered different blocks" in message
-        assert "ZeROStrategy(stage=2)" in message
+        assert "rank 0 waits for the weights of `blocks.5" in message
+        assert "ranks_may_differ=True" in message
         assert number == 0
-
-
-def test_an_unequal_number_of_blocks_at_stage_3_raises_on_every_rank_in_the_time_of_the_group() -> None:
-    """4 s here. The message names what did not come."""
-    found = run_ranks(2, _drops, 3, False)
-    assert {name for name, _, _ in found} <= {CollectiveFailedError.__name__, RanksDifferError.__name__}
-    for _, message, number in found:
-        assert number == 0
-        assert "did not come" in message or "ranks gathered different blocks" in message
 
 
 # Waiting

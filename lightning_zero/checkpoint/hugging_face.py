@@ -59,7 +59,7 @@ def save_pretrained(
         raise CheckpointError(f"the model in `{folder}` was not written, or not all of it: {error}") from error
     finally:
         if sharded is None:
-            collectives.watch.stop()
+            collectives.close()
 
 
 def _only_model(module: nn.Module) -> Any:
