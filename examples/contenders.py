@@ -3,6 +3,7 @@
     none                      no strategy, through the Trainer: one process, on rank 0's tokens alone
     ddp                       `DDPStrategy`, through the Trainer
     zero1  zero2  zero3       this package, through the Trainer
+    zero3-differ              stage 3, whose ranks might use different blocks
     none-loop  ddp-loop       the same in a plain loop, as the peers below
     zero1-loop to zero3-loop
     fsdp2                     torch's `fully_shard`, of each block and of the root
@@ -42,7 +43,7 @@ from lightning_zero.precision import RECIPES
 ALONE = ("none", "none-loop")
 """Contenders without other ranks, which see rank 0's tokens only."""
 STAGES = (1, 2, 3)
-TRAINERS = ("none", "ddp", *(f"zero{stage}" for stage in STAGES))
+TRAINERS = ("none", "ddp", *(f"zero{stage}" for stage in STAGES), "zero3-differ")
 LOOPS = ("none-loop", "ddp-loop", *(f"zero{stage}-loop" for stage in STAGES))
 DEEPSPEED = tuple(f"deepspeed{stage}" for stage in STAGES)
 CONTENDERS = (*TRAINERS, *LOOPS, "fsdp2", "fsdp2-whole", "fsdp1", *DEEPSPEED)
@@ -57,7 +58,7 @@ def stage_of(contender: str) -> int | None:
     """ZeRO stage of what ``contender`` shards; `fully_shard` and FSDP1 are stage 3, kept whole as well."""
     if contender.startswith("fsdp"):
         return 3
-    digits = [int(digit) for digit in contender.removesuffix("-loop") if digit.isdigit()]
+    digits = [int(digit) for digit in contender if digit.isdigit()]
     return digits[0] if digits else None
 
 
@@ -205,7 +206,8 @@ def build_strategy(contender: str, precision: str) -> Strategy | str:
     if contender == "ddp":
         return DDPStrategy()
     recipe = PrecisionRecipe(main=torch.float32) if precision == "bf16-true-main32" else None
-    strategy: Strategy = ZeROStrategy(int(contender.removeprefix("zero")), recipe=recipe)
+    stage, differs = int(contender[len("zero")]), contender.endswith("-differ")
+    strategy: Strategy = ZeROStrategy(stage, recipe=recipe, ranks_may_differ=differs)
     return strategy
 
 

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from distributed import run_ranks
 
-from lightning_zero.collectives import _REDUCE_SCATTER, Collectives
+from lightning_zero.collectives import _ALL_GATHER, _REDUCE_SCATTER, Collectives
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -174,3 +174,75 @@ def test_alone_collectives_are_copies_and_count_nothing():
     assert torch.equal(alone.broadcast(whole), whole)
     alone.max_flags(torch.ones(1)).wait()
     assert (alone.rank, alone.world_size, dict(alone.calls)) == (0, 1, {})
+
+
+class _Groups:
+    """Stands before `torch.distributed` and notes which group each collective was given."""
+
+    def __init__(self, monkeypatch):
+        self.seen = []
+        for name in (_ALL_GATHER, _REDUCE_SCATTER, "all_reduce", "broadcast"):
+            monkeypatch.setattr(dist, name, self._noting(name, getattr(dist, name)))
+
+    def _noting(self, name, own):
+        def noted(*args, group, **kwargs):
+            self.seen.append((name, group))
+            return own(*args, group=group, **kwargs)
+
+        return noted
+
+
+def _orders(rank):
+    group = dist.new_group([0, 1], backend="gloo")
+    flags, reductions = (dist.new_group([0, 1], backend="gloo") for _ in range(2))
+    collectives = Collectives(group, CPU, flags, reductions)
+    collectives._is_native = True
+    journal = []
+    Collectives.record = lambda order, purpose, nbytes: journal.append(order)
+    with pytest.MonkeyPatch.context() as patch:
+        groups = _Groups(patch)
+        whole, shard, pending = torch.zeros(4), torch.ones(2), []
+        # Rank 1 gathers before it reduces.
+        steps = [
+            lambda: collectives.reduce_scatter(torch.empty(2), torch.ones(4), take),
+            lambda: collectives.all_gather(whole, shard),
+        ]
+        pending = [step() for step in (reversed(steps) if rank else steps)]
+        for one in pending:
+            one.wait()
+        collectives.all_reduce_mean(torch.ones(3)).wait()
+        collectives.all_reduce(torch.ones(1))
+        collectives.broadcast(torch.ones(1))
+        collectives.max_flags(torch.ones(1)).wait()
+        collectives.minimum(torch.ones(1)).wait()
+    names = {group: "gathers", flags: "flags", reductions: "reductions"}
+    used = [names[group] for _, group in groups.seen]
+    return whole.tolist(), used, journal
+
+
+def test_gathers_reductions_and_flags_have_a_communicator_of_their_own_each():
+    """As on NCCL, whose communicators take what comes next for what they expect: `record` names the same orders."""
+    for rank, (whole, used, journal) in enumerate(run_ranks(2, _orders)):
+        assert whole == [1.0] * 4
+        first = ["reductions", "gathers"] if rank == 0 else ["gathers", "reductions"]
+        assert used == journal == [*first, "reductions", "reductions", "reductions", "flags", "flags"]
+
+
+def _crossed(rank):
+    collectives = Collectives.of(None, CPU)
+    tags = [collectives.new_tag() for _ in range(3)]
+    wholes = [torch.empty(2 * n) for n in (4, 4, 6)]
+    steps = [
+        lambda: collectives.all_gather(wholes[0], torch.full((4,), 1.0), tag=tags[0]),
+        lambda: collectives.all_gather(wholes[1], torch.full((4,), 2.0), tag=tags[1]),
+        lambda: collectives.all_gather(wholes[2], torch.full((6,), 3.0), tag=tags[2]),
+    ]
+    for pending in [step() for step in (reversed(steps) if rank else steps)]:
+        pending.wait()
+    return [whole.tolist() for whole in wholes]
+
+
+def test_no_unit_is_taken_for_another_one():
+    """Ranks begin three gathers in opposite orders: two of one size, which could be mixed up in silence."""
+    for found in run_ranks(2, _crossed, journals_differ=True):
+        assert found == [[1.0] * 8, [2.0] * 8, [3.0] * 12]
