@@ -52,7 +52,7 @@ class Pending:
     def __init__(
         self,
         works: Sequence[Any] = (),
-        finish: Callable[[], None] | None = None,
+        finish: Callable[[], object] | None = None,
         operation: Operation | None = None,
     ) -> None:
         self._works = works
@@ -227,7 +227,7 @@ class Collectives:
         self._count(purpose, tensor, times)
         if Collectives.record is not None:
             Collectives.record(order, purpose, times * tensor.numel() * tensor.element_size())
-        return self.watch.launch(order if tag is None or self._is_native else tag)
+        return self.watch.launch(f"{order}, {purpose}" if tag is None else tag)
 
     def _count(self, purpose: str, tensor: Tensor, times: int = 1) -> None:
         if self.on_begin is not None:
@@ -438,9 +438,12 @@ class Collectives:
         """Elementwise minimum over ranks of a small host tensor, in place."""
         if self.group is None:
             return Pending()
-        operation = self._begin("lockstep", values, times=2, order="flags")
-        work = dist.all_reduce(values, dist.ReduceOp.MIN, group=self._flags_group, async_op=True)
-        return Pending([work], operation=operation)
+        operation = self._begin("lockstep", values, times=self.world_size, order="flags")
+        # Not an all-reduce, as flags: a rank that meets while another one is in a backward must not be taken for that
+        # one's peer. Gloo tells collectives of different kinds from each other, and of one kind it aborts the process.
+        of_all = values.new_empty(self.world_size, len(values))
+        work = getattr(dist, _ALL_GATHER)(of_all.view(-1), values, group=self._flags_group, async_op=True)
+        return Pending([work], lambda: values.copy_(of_all.amin(0)), operation)
 
     def broadcast_flags(self, flags: Tensor) -> Tensor:
         """Rank 0's value of a small host tensor, in place and at once. Returns ``flags``."""

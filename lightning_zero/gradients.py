@@ -9,6 +9,7 @@ after the last reduction, or when it is read.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -194,7 +195,10 @@ class GroupGradients:
     def discard_unreduced(self) -> None:
         """Forget what a backward that failed brought, local or reduced, and was not published."""
         if self._reducing is not None:
-            self._reducing[0].wait()
+            # Its buffers are used again after it. One that fails uses them no more, and why the ranks have lost each
+            # other is told already: the backward that failed did so for that, or the next collective will.
+            with suppress(RuntimeError):
+                self._reducing[0].wait()
             self._reducing = None
         self.arrived, self.sent, self._local, self._views = set(), set(), None, []
         if self._main is not None:

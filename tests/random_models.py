@@ -504,13 +504,8 @@ def units_of(example: Example, model: nn.Module) -> Any:
 
 
 def differs(example: Example, model: nn.Module) -> bool:
-    """Whether ranks use different units; in different parts of one they may differ always.
-
-    A unit's forward is called on all ranks, but for what is inside of a layer that one rank calls alone.
-    """
-    alone = [module for module in model.modules() if getattr(module, "only_rank", None) is not None]
-    reads = any(isinstance(module, ReadingLayer) for module in alone)
-    return bool(alone) and (reads or example.units not in ("blocks", "layers"))
+    """Whether ranks use different units: a part that one rank calls alone may be one, or all that backward needs of it."""
+    return any(getattr(module, "only_rank", None) is not None for module in model.modules())
 
 
 def hook(example: Example, parameters: list[nn.Parameter], odd: bool) -> None:
