@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from lightning_zero import stepping
 from lightning_zero.activation import ActivationPolicy, chosen_policies
 from lightning_zero.assembly import Assembly, adopt_buffers
 from lightning_zero.blueprint import Blueprint, placements_of
@@ -177,6 +178,7 @@ class Engine(GroupObserver):
     def step(self) -> Iterator[None]:
         """Context of one step of user code: a call of the module, or a step method of a LightningModule."""
         self.reducer.recover()
+        stepping.user_code()
         with self.windows.step():
             yield
 
@@ -405,12 +407,15 @@ def _engines_of(optimizer: torch.optim.Optimizer) -> dict[Engine, None]:
     return dict.fromkeys(observer for observer in observers if isinstance(observer, Engine))
 
 
-def _before_any_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    for engine in _engines_of(optimizer):
+def _before_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
+    engines = _engines_of(optimizer)
+    for engine in engines:
         engine.before_optimizer_step(optimizer)
+    return stepping.begin(optimizer, args, kwargs) if engines else None
 
 
 def _after_any_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    stepping.end(optimizer)
     for engine in _engines_of(optimizer):
         engine.after_optimizer_step()
 

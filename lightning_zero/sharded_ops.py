@@ -1,9 +1,20 @@
 """What torch operations do to sharded tensors, once autograd is out of the way.
 
-    elementwise        on the fragments, if every operand is cut alike
+    elementwise        on the fragments, if every operand is known to be alike on all ranks
     reduction          on the fragment, then one all-reduce
     view               a `ShardedView`: parent and chain
-    anything else      on whole values; what it mutates is folded back
+    anything else      on whole values, with a plain result; what it mutates is folded back
+
+A fragment of a result is worth something only where the ranks' fragments are of one value. What an operand may be, of
+an elementwise operation on fragments:
+
+    sharded, of the same shape         always; what is cut otherwise is gathered and cut again
+    a number                           always
+    plain, of that shape or 0-dim      where a sharded tensor is written, and in an optimizer's own arithmetic: there
+                                       data parallelism itself asks for values alike on all ranks
+    anything else                      never
+
+Everywhere else a plain operand may be data of this rank, so its operation gives this rank's whole result.
 
 Operations on fragments that rest off the device queue in their lane; what needs a value waits for it.
 
@@ -28,6 +39,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lightning_zero.lane import Deferred, Lane, value_of
 from lightning_zero.sharded_parameter import ShardedParameter, ShardedTensor, ShardedView, install, writing
 from lightning_zero.sharded_reductions import LIST_REDUCTIONS, REDUCTIONS, NotInParts, Plan
+from lightning_zero.stepping import is_stepping
 
 __all__ = ["UnplaceableWriteError", "dispatch"]
 
@@ -148,11 +160,12 @@ def _value_free(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 def _elementwise(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     written = _written(func, args, kwargs)
     lead: Any = written[0] if written else next(value for value in _tensors(args, kwargs) if isinstance(value, Sharded))
-    if any(isinstance(value, ShardedView) for value in _tensors(args, kwargs)) or _writes_plain(func, args, kwargs):
+    if len(written) > 1 or _writes_plain(func, args, kwargs):
         return _on_whole(func, args, kwargs)
+    plain_too = bool(written) or is_stepping()
     try:
-        local_args = [_local(value, lead) for value in args]
-        local_kwargs = {key: _local(value, lead) for key, value in kwargs.items()}
+        local_args = [_local(value, lead, plain_too) for value in args]
+        local_kwargs = {key: _local(value, lead, plain_too) for key, value in kwargs.items()}
     except NotInParts:
         return _on_whole(func, args, kwargs)
     with writing(written):
@@ -169,17 +182,26 @@ def _wrapped(out: Any, lead: ShardedTensor) -> Any:
     return type(out)(_wrapped(item, lead) for item in out) if isinstance(out, list | tuple) else out
 
 
-def _local(value: Any, lead: ShardedTensor) -> Any:
+def _takes_part(value: Tensor, lead: Any, plain_too: bool) -> bool:
+    """Whether this rank's elements of ``value`` may meet its fragment of ``lead``: the same answer on every rank.
+
+    Args:
+        plain_too: whether plain operands are alike on all ranks.
+    """
+    if isinstance(value, ShardedTensor):
+        return value.shape == lead.shape
+    return plain_too and not isinstance(value, ShardedView) and (value.ndim == 0 or value.shape == lead.shape)
+
+
+def _local(value: Any, lead: Any, plain_too: bool) -> Any:
     """``value`` as it takes part in an operation on ``lead``'s fragment.
 
     Raises:
-        NotInParts: ``value`` is broadcast against ``lead``.
+        NotInParts: it does not.
     """
     if not isinstance(value, Tensor):
         return value
-    if value.shape != lead.shape:
-        if value.ndim == 0 and not isinstance(value, ShardedTensor):
-            return _snapshot(value, lead)
+    if not _takes_part(value, lead, plain_too):
         raise NotInParts
     if isinstance(value, ShardedTensor):
         if not value.slicing.is_cut_as(lead.slicing):
@@ -255,14 +277,17 @@ def _nothing(fragment: Tensor | Deferred) -> Tensor:
 def _on_lists(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     lists = [value for value in (*args, *kwargs.values()) if _is_tensor_list(value)]
     written: list[Any] = _mutated(func, args, kwargs)
-    leads: Sequence[Any] = _alike(lists) if {*map(type, written)} <= _CUT else ()
+    plain_too = bool(written) or is_stepping()
+    leads: Sequence[Any] = _alike(lists, plain_too) if {*map(type, written)} <= _CUT else ()
     alike = bool(leads)
+    if not plain_too and any(isinstance(value, Tensor) for value in args):  # one for all
+        return _one_by_one(func, args, kwargs, lists)
     if not alike:
         rows = list(zip(*lists, strict=True))
         leads = [next((item for item in row if isinstance(item, ShardedTensor)), None) for row in rows]
-        sharded_rows = all(lead is not None for lead in leads)
-        if not sharded_rows or not all(isinstance(t, Sharded) for t in written) or _writes_elsewhere(written, leads):
+        if not _are_in_parts(rows, leads, written, plain_too):
             return _one_by_one(func, args, kwargs, lists)
+    # Nothing is decided from here on: ranks hold fragments of different rows.
     keep = list(range(len(leads)))
     if written and (alike or all(map(_are_alike, rows, leads))):
         # Kernels need no launch for tensors that lie on other ranks. Operands that are cut differently are made whole,
@@ -271,16 +296,13 @@ def _on_lists(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     by_lane: dict[Lane | None, list[int]] = {}
     for i in keep:
         by_lane.setdefault(leads[i].lane, []).append(i)
-    try:
-        local = {
-            lane: (
-                [_local_list(value, leads, rows_here, alike) for value in args],
-                {key: _local_list(value, leads, rows_here, alike) for key, value in kwargs.items()},
-            )
-            for lane, rows_here in by_lane.items()
-        }
-    except NotInParts:
-        return _one_by_one(func, args, kwargs, lists)
+    local = {
+        lane: (
+            [_local_list(value, leads, rows_here, alike) for value in args],
+            {key: _local_list(value, leads, rows_here, alike) for key, value in kwargs.items()},
+        )
+        for lane, rows_here in by_lane.items()
+    }
     results: list[Any] = [None] * len(leads)
     # Announced also where nothing of it lies: whole values become stale on all ranks or on none.
     with writing(written):
@@ -291,7 +313,7 @@ def _on_lists(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return None if written else results
 
 
-def _alike(lists: Sequence[Sequence[Any]]) -> Sequence[ShardedTensor]:
+def _alike(lists: Sequence[Sequence[Any]], plain_too: bool) -> Sequence[ShardedTensor]:
     """The tensors of one list, if those of the others are cut and rest as these are, row by row, or plain scalars.
 
     So the lists of an optimizer are, and it has many: what can be asked of whole lists is not asked of each tensor.
@@ -305,15 +327,24 @@ def _alike(lists: Sequence[Sequence[Any]]) -> Sequence[ShardedTensor]:
                 return ()
             if [t._lane for t in tensors] != [t._lane for t in leads]:
                 return ()
-        elif not kinds <= _PLAIN or any(map(Tensor.dim, tensors)) or len(tensors) != len(leads):
+        elif not (plain_too and kinds <= _PLAIN) or any(map(Tensor.dim, tensors)) or len(tensors) != len(leads):
             return ()
     return leads
 
 
-def _writes_elsewhere(written: Sequence[Any], leads: Sequence[Any]) -> bool:
-    """Whether ``written``, a list for each row or several, rests elsewhere than its row: a copy would be written."""
-    rows = zip(written, cycle(leads), strict=False)
-    return any(isinstance(tensor, ShardedTensor) and tensor.lane is not lead.lane for tensor, lead in rows)
+def _are_in_parts(
+    rows: Sequence[Sequence[Any]], leads: Sequence[Any], written: Sequence[Any], plain_too: bool
+) -> bool:
+    """Whether each row is an elementwise operation on fragments, and writes what is cut, and rests, as its lead."""
+    if not all(lead is not None for lead in leads):
+        return False
+    if not all(_takes_part(item, lead, plain_too) for row, lead in zip(rows, leads, strict=True) for item in row):
+        return False
+    # One list of what is written for each row, or several. Of anything else a copy would be written.
+    return all(
+        isinstance(tensor, ShardedTensor) and tensor.lane is lead.lane and tensor.slicing.is_cut_as(lead.slicing)
+        for tensor, lead in zip(written, cycle(leads), strict=False)
+    )
 
 
 def _is_tensor_list(value: Any) -> bool:
@@ -324,7 +355,7 @@ def _local_list(value: Any, leads: Sequence[Any], keep: Sequence[int], alike: bo
     if _is_tensor_list(value):
         if alike and type(value[0]) in _CUT:
             return [value[i].handle for i in keep]
-        return [_local(value[i], leads[i]) for i in keep]
+        return [_local(value[i], leads[i], True) for i in keep]
     if isinstance(value, Tensor) and keep:  # one for all: a rate, the scale of a loss
         return _snapshot(value, leads[keep[0]])
     if isinstance(value, list | tuple) and len(value) == len(leads):  # one scalar for each tensor
@@ -334,19 +365,30 @@ def _local_list(value: Any, leads: Sequence[Any], keep: Sequence[int], alike: bo
 
 def _one_by_one(func: Any, args: Sequence[Any], kwargs: dict[str, Any], lists: Sequence[Any]) -> Any:
     """The operation on each row of the lists by itself, where sharded and plain tensors mix."""
+    length = len(lists[0])
     results: list[Any] = []
-    for i in range(len(lists[0])):
+    for i in range(length):
 
         def row(value: Any, i: int = i) -> Any:
-            return [value[i]] if isinstance(value, list | tuple) and len(value) == len(lists[0]) else value
+            return [value[i]] if isinstance(value, list | tuple) and len(value) == length else value
 
         row_args, row_kwargs = [row(value) for value in args], {key: row(value) for key, value in kwargs.items()}
-        if any(isinstance(item, Sharded) for item in _tensors(row_args, row_kwargs)):
-            out = _on_whole(func, row_args, row_kwargs)
-        else:
+        if not any(isinstance(item, Sharded) for item in _tensors(row_args, row_kwargs)):
             out = func(*row_args, **row_kwargs)
+        else:
+            out = (_on_lists if length > 1 else _on_whole)(func, row_args, row_kwargs)
         results.extend(out or ())
+    _count_writes(func, args, kwargs)
     return results or None
+
+
+def _count_writes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Advance the versions of plain tensors that ``func`` wrote beneath autograd, which counts for it elsewhere.
+
+    Whole values in a window are folded back by it.
+    """
+    written = [tensor for tensor in _mutated(func, args, kwargs) if not isinstance(tensor, Sharded)]
+    torch.autograd.graph.increment_version([tensor for tensor in written if not tensor.is_inference()])
 
 
 # Views
