@@ -90,6 +90,11 @@ class Inner(nn.Module):
         return again(self.part, x, self.saves)
 
 
+def is_block(module: nn.Module) -> bool:
+    """Whether it is a unit: a block of `Saving`."""
+    return isinstance(module, nn.Sequential | Inner)
+
+
 class Saving(nn.Module):
     """Five blocks through ``call``, and a weight of the root."""
 
@@ -164,7 +169,7 @@ def _sharded(rank: int, name: str) -> list[dict[str, Tensor]]:
     found = []
     for way in WAYS:
         torch.manual_seed(0)
-        model = lightning_zero.shard(MODULES[name](), units=["Sequential", "Inner"], **way)
+        model = lightning_zero.shard(MODULES[name](), units=is_block, **way)
         engine = engine_of(model)
         assert engine is not None
         engine.pool.poison = True
@@ -203,7 +208,7 @@ def test_weights_that_were_written_after_a_function_saved_them_are_noticed(name:
     """In backward, as autograd does; the function would compute with others than its forward did."""
 
     def on_rank(rank: int, stage: int) -> None:
-        model = lightning_zero.shard(MODULES[name](), stage=stage, units=["Sequential", "Inner"])
+        model = lightning_zero.shard(MODULES[name](), stage=stage, units=is_block)
         loss = model(torch.randn(3, 4))
         with torch.no_grad():
             next(model.layers[3].parameters()).mul_(2)
