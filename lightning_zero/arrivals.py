@@ -74,6 +74,11 @@ class Arrivals:
         with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
             self._nodes[index] = [torch.autograd.graph.get_gradient_edge(holder).node for holder in (leaf, parameter)]
 
+    def reach_resting(self, index: int, tensor: Tensor) -> bool:
+        """Whether a gradient of ``tensor`` arrives at the resting parameter itself."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return index in self._nodes and torch.autograd.graph.get_gradient_edge(tensor).node is self._nodes[index][1]
+
     def hook_into(self, holder: Tensor, index: int) -> RemovableHandle:
         """Have backward bring what reaches ``holder`` as a gradient of a parameter."""
         me = weakref.ref(self)

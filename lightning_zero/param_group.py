@@ -444,6 +444,10 @@ class ParamGroup:
         self.arrivals.hook(index)
         return self.leaves[index].seen_by(func)
 
+    def gave_back(self, index: int, tensor: Tensor) -> bool:
+        """Whether autograd made ``tensor``, which requires a gradient, of a saved parameter: it stands for that one."""
+        return self.arrivals.reach_resting(index, tensor)
+
     def operating(self) -> AbstractContextManager[Any]:
         """Context of one operation: what is touched inside stays whole to its end, and is saved as a place."""
         return self.observer.operating()

@@ -53,6 +53,9 @@ class Owner(Protocol):
     def touch(self, index: int, func: Any) -> Tensor:
         """What stands for the parameter, with its whole value, in a differentiable ``func``."""
 
+    def gave_back(self, index: int, tensor: Tensor) -> bool:
+        """Whether autograd made ``tensor``, which requires a gradient, of a saved parameter: it stands for that one."""
+
     def operating(self) -> AbstractContextManager[Any]:
         """Context of one operation: what is touched inside stays whole to its end, and is saved as a place."""
 
@@ -533,19 +536,31 @@ def _writes_frozen(func: Any, args: Sequence[Any]) -> bool:
     return bool(writes_in_place(func) and args and isinstance(args[0], ShardedTensor) and not args[0].requires_grad)
 
 
+def _toucher(value: Any) -> Owner | None:
+    """The owner of a parameter, in person or as autograd gives it back to who saved it for a backward."""
+    if not isinstance(value, ShardedTensor) or value._owner is None:
+        return None
+    owner = value._owner()
+    if owner is None or isinstance(value, ShardedParameter):
+        return owner
+    with torch._C.DisableTorchFunctionSubclass():
+        given_back = _raw_requires_grad.__get__(value) and owner.gave_back(value._index, value)
+    return owner if given_back else None
+
+
 def _owners(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Owner]:
     for value in (*args, *kwargs.values()):
         for item in value if type(value) in (list, tuple) else (value,):
-            owner = item.owner if isinstance(item, ShardedParameter) else None
+            owner = _toucher(item)
             if owner is not None:
                 yield owner
 
 
 def _touch(value: Any, func: Any) -> Any:
     """``value`` with each owned parameter replaced by what stands for its whole value in ``func``."""
-    if isinstance(value, ShardedParameter):
-        owner = value.owner
+    if isinstance(value, ShardedTensor):
+        owner = _toucher(value)
         return value if owner is None else owner.touch(value._index, func)
-    if type(value) in (list, tuple) and any(isinstance(item, ShardedParameter) for item in value):
+    if type(value) in (list, tuple) and any(isinstance(item, ShardedTensor) for item in value):
         return type(value)([_touch(item, func) for item in value])
     return value

@@ -23,6 +23,7 @@ from lightning_zero.flat_buffer import storage_id
 from lightning_zero.lockstep import Lockstep
 from lightning_zero.modes import unobserved
 from lightning_zero.param_group import ParamGroup
+from lightning_zero.sharded_parameter import ShardedParameter
 from lightning_zero.stash import Ticket, Visit, without_graph
 from lightning_zero.unit import Unit
 from lightning_zero.whole_parameter import ConcealedParameter, NarrowParameter, WholeParameter, stored_dtype
@@ -46,6 +47,16 @@ class _PackedWeight:
     offset: int
     size: torch.Size
     stride: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _PackedParameter:
+    """A resting parameter that a custom function saved: such a call goes past what would have put the leaf there."""
+
+    group: ParamGroup
+    parameter: ShardedParameter
+    index: int
+    version: int
 
 
 _PACKABLE = {Tensor, nn.Parameter, WholeParameter, NarrowParameter, ConcealedParameter}
@@ -480,7 +491,7 @@ class Windows:
     def _pack(self, tensor: Tensor, visit: Visit | None = None) -> Any:
         """A place for a weight; anything else as it is, or in the stash of a ``visit``."""
         if type(tensor) not in _PACKABLE:
-            return tensor
+            return self._pack_parameter(tensor) if isinstance(tensor, ShardedParameter) else tensor
         group = self._held.get(storage_id(tensor))
         # A place has no room for the bits of a lazy conjugate or negation.
         if (
@@ -496,9 +507,18 @@ class Windows:
         # Hooks hide in-place changes from autograd's own check.
         return without_graph(tensor), 0 if tensor.is_inference() else tensor._version
 
+    def _pack_parameter(self, parameter: ShardedParameter) -> Any:
+        group = parameter.owner
+        if not isinstance(group, ParamGroup) or group not in self._unit_of:
+            return parameter
+        return _PackedParameter(group, parameter, parameter._index, group.version(parameter._index))
+
     def _unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, _PackedWeight):
             return self._unpack_weight(packed)
+        if isinstance(packed, _PackedParameter):
+            _check_version(packed)
+            return packed.parameter
         if isinstance(packed, Tensor):
             return packed
         if isinstance(packed, Ticket):
@@ -513,18 +533,24 @@ class Windows:
 
     @unobserved
     def _unpack_weight(self, packed: _PackedWeight) -> Tensor:
+        _check_version(packed)
         group = packed.group
-        if group.version(packed.index) != packed.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation:"
-                f" `{group.names[packed.index]}` was written after this forward. Run forward again before backward."
-            )
         if in_backward():
             self.open_in_backward(packed.unit)
         else:
             self.needed(group)
         assert group.whole is not None
         return group.whole.as_strided(packed.size, packed.stride, packed.offset)
+
+
+def _check_version(packed: _PackedWeight | _PackedParameter) -> None:
+    """Hooks hide in-place changes from autograd's own check."""
+    group, index = packed.group, packed.index
+    if group.version(index) != packed.version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation:"
+            f" `{group.names[index]}` was written after this forward. Run forward again before backward."
+        )
 
 
 def _packed(unit: Unit, group: ParamGroup, tensor: Tensor) -> _PackedWeight:
