@@ -77,6 +77,9 @@ class WholeParameter(nn.Parameter):
         leaf._index = index
         leaf._counts_data_writes = counts_data_writes
         leaf._expected = expected or dtype
+        # Autograd adds up the gradients of several uses in this dtype. In two bytes each addition would round, where
+        # data parallelism, whose uses cast one by one, adds in the dtype of the parameter.
+        leaf.grad_dtype = leaf._expected
         return leaf
 
     def __getattr__(self, name: str) -> Any:
