@@ -12,7 +12,7 @@ Every rank comes to the same cut: names, classes and sizes count, values do not.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
@@ -120,20 +120,17 @@ class _Cut:
     def without_root(self, parts: NamedModules) -> NamedModules:
         """``parts`` but for those that are better off in the root."""
         largest = max((self._size(module) for _, module in parts), default=0)
-        equals = Counter(self._kind(module) for _, module in parts)
-        # Of equal blocks none is treated differently.
-        small = [
-            module
-            for _, module in parts
-            if equals[self._kind(module)] == 1 or (_is_layer(module) and self._size(module) <= largest * SMALL)
-        ]
+        equal: dict[tuple[str, int], list[nn.Module]] = defaultdict(list)
+        for _, module in parts:
+            # A parametrized module has a class of its own.
+            equal[type(module).__name__, self._size(module)].append(module)
         room = max(self._total * ROOT_SHARE, min(MERGED_NUMEL, self._total * LARGEST_SHARE))
         kept: set[nn.Module] = set()
-        for module in sorted(small, key=self._size):
-            room -= self._size(module)
-            if room < 0:
-                break
-            kept.add(module)
+        for (_, size), modules in sorted(equal.items(), key=lambda item: item[0][1]):
+            # Of equal blocks none is treated differently.
+            if len(modules) == 1 or (_is_layer(modules[0]) and size <= largest * SMALL):
+                room -= size * len(modules)
+                kept.update(modules if room >= 0 else ())
         rest = [named for named in parts if named[1] not in kept]
         ascending = sorted((module for _, module in rest), key=self._size)
         # The unit that comes next is whole beside it: to free it would save as much as that, and cost a gather of it.
@@ -143,9 +140,6 @@ class _Cut:
             if self._size(giant) > 2 * self._size(second):
                 return [named for named in rest if named[1] is not giant]
         return rest
-
-    def _kind(self, module: nn.Module) -> tuple[type, int]:
-        return type(module), self._size(module)
 
     def merged(self, siblings: Iterator[tuple[str, nn.Module]]) -> Sequence[NamedModules]:
         """Consecutive siblings, joined while together they are small."""

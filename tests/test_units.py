@@ -51,7 +51,7 @@ def test_the_classes_that_a_hugging_face_model_names_are_units():
     """Also when the model sits in a LightningModule. An eighth of 110 parameters is 13: a block has 8, an adapter 6."""
     layers = [["model.layers.0"], ["model.layers.1"], ["model.layers.2"]]
     pairs = [[f"model.adapters.{i}", f"model.adapters.{i + 1}"] for i in range(0, 12, 2)]
-    assert names(Wrapped()) == layers + pairs
+    assert names(Wrapped()) == [*layers, *pairs, ["head"]]
 
 
 def test_a_declaration_that_matches_nothing_falls_back_to_containers():
@@ -109,7 +109,8 @@ def test_a_module_of_blocks_is_descended_into():
     root = nn.Module()
     root.tower = Callable(nn.ModuleList(Callable(nn.Linear(8, 8)) for _ in range(4)))
     root.layers = nn.ModuleList(Callable(nn.Linear(16, 16)) for _ in range(5))
-    assert names(root) == [[f"tower.part0.{i}"] for i in range(4)] + [[f"layers.{i}"] for i in range(5)]
+    pairs = [[f"tower.part0.{i}", f"tower.part0.{i + 1}"] for i in (0, 2)]  # 2 * 72 of 1,648
+    assert names(root) == pairs + [[f"layers.{i}"] for i in range(5)]
 
 
 def test_a_block_is_divided_above_a_quarter_alone():
@@ -133,11 +134,12 @@ def test_a_module_that_reads_the_weights_of_its_parts_is_not_divided():
     """MultiheadAttention never calls its `out_proj`, nor a parametrized module what computes its weight. Cells are
     called once for each step in time, with what is beside them."""
     root = nn.Module()
-    root.attention = nn.MultiheadAttention(8, 2)
-    root.orthogonal = parametrizations.orthogonal(nn.Linear(16, 16))
-    root.recurrent = Callable(nn.LSTMCell(8, 8), nn.Linear(8, 9))
-    root.cell = nn.GRUCell(8, 10)
-    assert names(root) == [["attention"], ["orthogonal"], ["recurrent"]]
+    for i in range(2):
+        setattr(root, f"attention{i}", nn.MultiheadAttention(8, 2))
+        setattr(root, f"orthogonal{i}", parametrizations.orthogonal(nn.Linear(16, 16)))
+        setattr(root, f"recurrent{i}", Callable(nn.LSTMCell(8, 8), nn.Linear(8, 9)))
+        setattr(root, f"cell{i}", nn.GRUCell(8, 10))
+    assert names(root) == [[f"{kind}{i}"] for i in range(2) for kind in ("attention", "orthogonal", "recurrent")]
 
 
 def test_a_parametrization_list_is_no_container():
