@@ -92,22 +92,21 @@ class ActivationPolicy(ABC):
         ``forward`` may be called again in backward.
         """
 
+    def saves(self, unit: nn.Module) -> bool:
+        """Whether less is kept of a ``unit`` under this policy."""
+        return True
+
     def choose(self, root: nn.Module, units: Sequence[nn.Module]) -> list[nn.Module]:
-        """The modules below ``root`` that this is applied to.
+        """The modules below ``root`` that this is applied to: none where nobody names any and there are no units.
 
         Args:
             units: the modules of all units, in the order of their definition.
 
         Raises:
-            ValueError: a class occurs nowhere, or there is nothing to apply this to.
+            ValueError: a class occurs nowhere.
         """
         if self.classes is None:
-            if not units:
-                raise ValueError(
-                    f"`{type(root).__name__}` has no units, so {type(self).__name__} has nothing to apply to. Name"
-                    f" classes: `{type(self).__name__}(classes={{MyBlock}})`, or `ZeROStrategy(units=[MyBlock])`."
-                )
-            return list(units)[:: self.every]
+            return [unit for unit in units if self.saves(unit)][:: self.every]
         chosen = [module for module in root.modules() if any(_is(module, kind) for kind in self.classes)]
         for kind in self.classes:
             if not any(_is(module, kind) for module in chosen):
@@ -121,6 +120,9 @@ class ActivationPolicy(ABC):
 
 def _is(module: nn.Module, kind: type | str) -> bool:
     return type(module).__name__ == kind if isinstance(kind, str) else isinstance(module, kind)
+
+
+_KEEPS_ITS_INPUT = (nn.Linear, nn.Embedding, nn.modules.conv._ConvNd)
 
 
 @dataclass(kw_only=True)
@@ -143,6 +145,10 @@ class Recompute(ActivationPolicy):
         out = checkpoint(lambda _: inputs.call(forward), inputs.anchors, use_reentrant=False, **self._context())
         inputs.leave()
         return out
+
+    def saves(self, unit: nn.Module) -> bool:
+        """A single product or lookup keeps its input alone; an unembedding is the most costly of them."""
+        return not isinstance(unit, _KEEPS_ITS_INPUT)
 
     def _context(self) -> dict[str, Any]:
         return {}
@@ -352,7 +358,7 @@ def chosen_policies(
     """Which policy stands around the forward of which module; of what is recomputed the inputs alone are offloaded.
 
     Raises:
-        ValueError: a policy has nothing to apply to, two do not go together, or a forward cannot be wrapped.
+        ValueError: a class occurs nowhere, two policies do not go together, or a forward cannot be wrapped.
     """
     found: dict[nn.Module, ActivationPolicy] = {}
     for policy in policies:

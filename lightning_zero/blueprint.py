@@ -22,7 +22,7 @@ from lightning_zero.placements import STAGES, Placements
 from lightning_zero.precision import Dtypes, PrecisionRecipe
 from lightning_zero.units import NamedModules
 
-__all__ = ["Blueprint", "Candidate", "PlannedGroup", "PlannedUnit", "placements_of"]
+__all__ = ["Blueprint", "Candidate", "CutSizes", "PlannedGroup", "PlannedUnit", "placements_of"]
 
 OWN_GROUP_SHARE = 1 / 4
 """A root parameter that holds this part of the root, as an embedding or a head does, is a group of its own: its
@@ -90,6 +90,36 @@ class PlannedUnit:
     groups: tuple[PlannedGroup, ...]
 
 
+@dataclass(frozen=True)
+class CutSizes:
+    """How a model is cut, in bytes of its weights as they were before it was sharded.
+
+    Args:
+        units: how many.
+        largest: full name of the largest one's (first) module; "" where there is none.
+        largest_bytes: that it holds.
+        root: full name of the largest parameter that is in no unit; "" where all are in one.
+        root_bytes: that are in no unit.
+        total_bytes: of the whole model.
+    """
+
+    units: int
+    largest: str
+    largest_bytes: int
+    root: str
+    root_bytes: int
+    total_bytes: int
+
+    def __str__(self) -> str:
+        def size(nbytes: int) -> str:
+            return f"{nbytes / 1e6:,.4g} MB, {nbytes / max(self.total_bytes, 1):.0%}"
+
+        number = f"{self.units or 'no'} unit{'' if self.units == 1 else 's'}"
+        largest = f", the largest `{self.largest}` ({size(self.largest_bytes)} of the model)" if self.units else ""
+        rest = f"{size(self.root_bytes)}, most of it `{self.root}`" if self.root else "nothing"
+        return f"{number}{largest}; in no unit, whole from forward to backward at stage 3: {rest}"
+
+
 class Blueprint:
     """The units of ``module``, plain, over ``world_size`` ranks.
 
@@ -123,6 +153,23 @@ class Blueprint:
     def numbers(self) -> tuple[int | None, ...]:
         """Of the units, in the order in which a step needs them: the root first."""
         return (None, *range(len(self._modules)))
+
+    @property
+    def sizes(self) -> CutSizes:
+        """Of its units and its root."""
+        held: dict[int | None, int] = dict.fromkeys(self.numbers, 0)
+        for parameter, home in self._home_of.items():
+            held[home] += parameter.nbytes
+        largest = max(self.numbers[1:], key=lambda number: held[number], default=None)
+        root = max((p for p, home in self._home_of.items() if home is None), key=lambda p: p.nbytes, default=None)
+        return CutSizes(
+            units=len(self._modules),
+            largest="" if largest is None else self._modules[largest][0][0],
+            largest_bytes=0 if largest is None else held[largest],
+            root="" if root is None else self.holders[root][0].name,
+            root_bytes=held[None],
+            total_bytes=sum(held.values()),
+        )
 
     def candidates(self) -> list[Candidate]:
         """What the target may take."""

@@ -96,11 +96,15 @@ class Engine(GroupObserver):
         plan = find_units(module, units)
         members_of_units = [member for unit in plan for _, member in unit]
         policy_of = chosen_policies(module, members_of_units, policies)
+        self.num_checkpointed = len(policy_of)
+        """Modules whose forwards keep less for their backward."""
         compiled = CompiledForwards(compile, module, members_of_units, policy_of)
         drop_references(module)
         with torch.inference_mode(False), torch.no_grad():
             adopt_buffers(module, recipe.buffers, collectives)
             blueprint = Blueprint(module, plan, self.placements, recipe, collectives.world_size, offload)
+            self.sizes = blueprint.sizes
+            """Of units and root, as the module was plain."""
             assembly = Assembly(blueprint, collectives, self.pool, self.in_flight, offload, local_ranks)
         self.root, self.units = assembly.root, assembly.units
         self._offloading = assembly.offloading

@@ -6,8 +6,9 @@ unshard(model)              an ordinary model again
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -29,6 +30,8 @@ __all__ = ["MovedBytes", "checked_offload", "moved_bytes", "no_sync", "planned_b
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
+_log = logging.getLogger("lightning_zero")
+
 
 def shard(
     module: ModuleT,
@@ -43,6 +46,7 @@ def shard(
     activation_checkpointing: Any = None,
     compile: bool | dict[str, Any] | None = False,
     ranks_may_differ: bool = False,
+    log: Callable[[str], None] = _log.info,
 ) -> ModuleT:
     """Shard ``module`` in place over the ranks of a process group, and return it.
 
@@ -59,8 +63,8 @@ def shard(
     Args:
         module: the model. Rank 0's values are the truth; on other ranks parameters may be on ``meta``.
         stage: 0 (plain data parallelism) to 3 (Rajbhandari 2020).
-        units: module classes (types or names) or a predicate; default: Hugging Face's ``_no_split_modules``, else
-            elements of ``ModuleList`` and ``Sequential``.
+        units: module classes (types or names) or a predicate; default: blocks, or what they consist of, so that each
+            holds at most 1/4 of the parameters, or is one layer.
         precision: dtypes; default: each parameter's own throughout.
         process_group: default: the default group, or one process alone.
         device: where state lives; default: the parameters' device.
@@ -72,6 +76,7 @@ def shard(
         compile: compile the forward of each unit; a dictionary holds arguments of `torch.compile`.
         ranks_may_differ: let ranks use different blocks in training at stage 3 too, at a price; else that is a
             `RanksDifferError`.
+        log: takes a line on rank 0 that says how the model is cut.
 
     Raises:
         ValueError: ``stage``, ``units``, ``offload``, ``activation_checkpointing`` or ``device`` is bad, or parameters
@@ -91,8 +96,18 @@ def shard(
     if local_ranks is None:
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", collectives.world_size))
     recipe = precision or PrecisionRecipe()
-    Engine(module, placements, recipe, units, collectives, target, local_ranks, policies, options, ranks_may_differ)
+    engine = Engine(
+        module, placements, recipe, units, collectives, target, local_ranks, policies, options, ranks_may_differ
+    )
+    if collectives.rank == 0:
+        log(f"`{type(module).__name__}` at stage {stage}: {engine.sizes}{_checkpointed(engine) if policies else ''}.")
     return module
+
+
+def _checkpointed(engine: Engine) -> str:
+    # What is a single layer keeps its input alone anyway.
+    number = engine.num_checkpointed
+    return f"; activation checkpointing of {f'{number:,} modules' if number else 'nothing: no unit would keep less'}"
 
 
 def checked_offload(offload: OffloadTarget | str | None, placements: Placements) -> OffloadTarget | None:

@@ -74,8 +74,8 @@ class _ZeROMixin(_DDPStrategy):
         activation_checkpointing: what units keep for backward: "full", "selective", "offload", a set of module classes
             to recompute, an `ActivationPolicy` as `Recompute(every=2)`, or several of these; default: everything.
         compile: compile the forward of each unit, equal ones once; a dictionary holds arguments of ``torch.compile``.
-        units: which submodules are gathered and freed together: classes, class names, or a predicate; default: Hugging
-            Face's ``_no_split_modules``, else elements of ``ModuleList`` and ``Sequential``.
+        units: which submodules are gathered and freed together: classes, class names, or a predicate; default: blocks,
+            or what they consist of, so that each holds at most 1/4 of the parameters, or is one layer.
         recipe: dtypes of training state; default: the row of the Trainer's ``precision`` in `RECIPES`.
         state_dict_type: a checkpoint is "full", one file as DDP writes it, or "sharded", a directory into which every
             rank writes its part; both are read by themselves, whatever this says.
@@ -202,6 +202,7 @@ class _ZeROMixin(_DDPStrategy):
                 activation_checkpointing=self._policies,
                 compile=self._compile,
                 ranks_may_differ=self._ranks_may_differ,
+                log=self._flavour.rank_zero_info,
             )
         assert self.engine is not None
         if self.engine.abandoned:

@@ -530,14 +530,6 @@ def test_activations_that_wait_on_the_host_may_be_overwritten_on_the_device() ->
 # Which policy is where, and what is refused
 
 
-class Plain(nn.Module):
-    """Nothing that could be a unit."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-
-
 def chosen(spec: Any, units: bool = True) -> dict[str, Any]:
     """Policies by the names of their modules, in a net of blocks."""
     net = Net()
@@ -612,12 +604,6 @@ def test_the_strategy_refuses_it_when_it_is_made(name: str) -> None:
     new, error, message = BAD[name]
     with pytest.raises(error, match=re.escape(message)):
         lightning_zero.ZeROStrategy(activation_checkpointing=new())
-
-
-def test_a_model_without_units_has_nothing_to_apply_a_policy_to() -> None:
-    """The error names both ways out."""
-    with pytest.raises(ValueError, match=r"`Plain` has no units, .* `Recompute\(classes={MyBlock}\)`, or .*units="):
-        lightning_zero.shard(Plain(), activation_checkpointing="full")
 
 
 def test_a_block_of_torch_script_is_refused() -> None:

@@ -49,16 +49,17 @@ def model_activation_bytes(
 
     casts = _AUTOCAST[precision] if narrow and precision in _AUTOCAST else None
 
-    def kept(policies: list[ActivationPolicy]) -> int:
+    def kept(policy_of: dict[nn.Module, ActivationPolicy]) -> int:
         autocast = torch.autocast("cpu", _AUTOCAST[precision]) if precision in _AUTOCAST else nullcontext()
-        with _unpacked(), _gathered_in(casts, module), _applied(chosen_policies(module, members, policies)), autocast:
+        with _unpacked(), _gathered_in(casts, module), _applied(policy_of), autocast:
             return activation_bytes(None, _Loss(module), *inputs[0], **inputs[1])
 
-    everything = kept([])
+    everything = kept({})
     if not policy:
         return float(everything)
-    chosen = kept(activation_policies(policy))
-    return chosen + max(0, everything - chosen) / max(1, len(members))
+    policy_of = chosen_policies(module, members, activation_policies(policy))
+    less = kept(policy_of)
+    return less + max(0, everything - less) / max(1, len(policy_of))
 
 
 def _inputs(module: nn.Module, micro_batch: int, seq_len: int | None) -> tuple[tuple[Any, ...], dict[str, Any]] | None:

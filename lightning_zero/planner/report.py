@@ -44,6 +44,8 @@ def text_of(
         " unless a column says otherwise:",
         "",
     ]
+    if subject.sizes is not None:
+        lines[1:1] = [fill(f"It is cut into {subject.sizes}.", _WIDTH)]
     table = [_HEADINGS, *(_cells(row, size) for row in rows)]
     widths = [max(len(line[column]) for line in table) for column in range(len(_HEADINGS))]
     for line in table:
@@ -111,6 +113,7 @@ def data_of(
     return {
         "subject": subject.title,
         "parameters": subject.numel,
+        "units": None if subject.sizes is None else asdict(subject.sizes),
         "question": asdict(question),
         "rows": [_row_data(row) for row in rows],
         "recommendation": {

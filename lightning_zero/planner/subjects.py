@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from lightning_zero.blueprint import Blueprint, PlannedUnit, placements_of
+from lightning_zero.blueprint import Blueprint, CutSizes, PlannedUnit, placements_of
 from lightning_zero.offload import HostMemory
 from lightning_zero.offloading import likely_bytes, offloaded_units
 from lightning_zero.placements import STAGES, StateBytes
@@ -42,6 +42,10 @@ class Subject(Protocol):
     def title(self) -> str:
         """What it is, in a few words."""
 
+    @property
+    def sizes(self) -> CutSizes | None:
+        """Of its units; ``None`` where only the number of its parameters is known."""
+
     def need(self, choice: Choice, question: Question, gpus: int) -> Need:
         """What one of ``gpus`` ranks needs."""
 
@@ -51,6 +55,7 @@ class SizeSubject:
     """A Transformer of ``numel`` parameters; see `formulas.HEAD_DIM`."""
 
     numel: float
+    sizes: None = None
 
     @property
     def title(self) -> str:
@@ -134,6 +139,10 @@ class ModuleSubject:
     @property
     def numel(self) -> float:
         return float(sum(parameter.numel() for parameter in self.module.parameters()))
+
+    @property
+    def sizes(self) -> CutSizes:
+        return Blueprint(self.module, self._units, STAGES[3], RECIPES["32-true"], 1, None).sizes
 
     def units(self, choice: Choice, question: Question, gpus: int) -> list[PlannedUnit]:
         """What `shard` would make of it, the root last."""
