@@ -332,9 +332,7 @@ def _alike(lists: Sequence[Sequence[Any]], plain_too: bool) -> Sequence[ShardedT
     return leads
 
 
-def _are_in_parts(
-    rows: Sequence[Sequence[Any]], leads: Sequence[Any], written: Sequence[Any], plain_too: bool
-) -> bool:
+def _are_in_parts(rows: Sequence[Sequence[Any]], leads: Sequence[Any], written: Sequence[Any], plain_too: bool) -> bool:
     """Whether each row is an elementwise operation on fragments, and writes what is cut, and rests, as its lead."""
     if not all(lead is not None for lead in leads):
         return False

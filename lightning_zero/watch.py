@@ -229,7 +229,7 @@ class _Looks:
             f"ranks wait for each other and none can go on: {'; '.join(lines)}. All ranks must run as many backwards,"
             " and call what communicates on all of them or on none; at stage 3 they must also compute with the same"
             " blocks in training. Draw what is left out from a generator that is seeded alike on every rank, or let"
-            " them differ: `ZeROStrategy(ranks_may_differ=True)`, `lightning_zero.shard(module, ranks_may_differ=True)`."
+            " them differ: `ZeROStrategy(ranks_may_differ=True)`, `shard(module, ranks_may_differ=True)`."
         )
 
     @staticmethod

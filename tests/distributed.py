@@ -13,11 +13,11 @@ from collections.abc import Callable
 from multiprocessing import get_context
 from typing import Any
 
+import journal
 import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map
 
-import journal
 from lightning_zero.sharded_parameter import ShardedTensor
 
 TIMEOUT = 60.0

@@ -504,7 +504,7 @@ def units_of(example: Example, model: nn.Module) -> Any:
 
 
 def differs(example: Example, model: nn.Module) -> bool:
-    """Whether ranks use different units: a part that one rank calls alone may be one, or all that backward needs of it."""
+    """Whether ranks use different units: what one rank calls alone may be one, or all that backward needs of one."""
     return any(getattr(module, "only_rank", None) is not None for module in model.modules())
 
 

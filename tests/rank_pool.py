@@ -18,10 +18,9 @@ from collections.abc import Callable
 from multiprocessing import get_context
 from typing import Any
 
+import journal
 import torch
 import torch.distributed as dist
-
-import journal
 
 PATIENCE = 15.0
 """Seconds in which a rank waits for the others; work that fits the pool takes a fraction of one."""

@@ -139,7 +139,9 @@ def _trained(rank: int, world_size: int, cases: list[tuple[str, dict[str, Any]]]
     ids=["1", "2", "3 in parts of units", "3", "3 on three ranks", "3 full", "3 offload"],
 )
 def test_every_path_is_exact(world_size: int, how: dict[str, Any], paths: list[str]) -> None:
-    """Heads in the root and adapters in blocks may differ without leave. Two clipped AdamW steps of two micro-batches, in float64: the twin sums in another order, 1e-10."""
+    """Heads in the root and adapters in blocks may differ without leave.
+
+    Two clipped AdamW steps of two micro-batches, in float64: the twin sums in another order, 1e-10."""
     twins = [twin(path, world_size) for path in paths]
     for found in run_ranks(world_size, _trained, world_size, [(path, how) for path in paths]):
         for path, (values, had), (expected, expected_had) in zip(paths, found, twins, strict=True):
