@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from distributed import run_ranks
 from lightning.pytorch import LightningModule
 from rows import launched, loader, make_trainer
@@ -406,3 +407,37 @@ def test_lists_of_leaves_and_resting_parameters_are_written(stage: int) -> None:
     for found in run_ranks(2, _momentum, stage):
         for ours, plain in zip(found, expected, strict=True):
             torch.testing.assert_close(ours, plain, rtol=1e-12, atol=0)
+
+
+# Collectives of user code
+
+
+def _collectives(rank: int, stage: int) -> None:
+    weight = trained(stage, None)[0].weight
+    for tensor in (weight.grad, weight.data):
+        before = whole(tensor)
+        dist.all_reduce(tensor)
+        assert torch.equal(whole(tensor), before * 2)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, async_op=True).wait()
+        dist.broadcast(tensor, 0)
+        assert torch.equal(whole(tensor), before * 2)
+        gathered = [torch.empty(5, 5, dtype=F64) for _ in range(2)]
+        dist.all_gather(gathered, tensor)
+        assert all(torch.equal(each, before * 2) for each in gathered)
+    with pytest.raises(RuntimeError, match=r"`0.weight` is sharded, and the collective `reduce_`"):
+        dist.reduce(weight.grad, 0)
+    assert not (weight.is_shared() or weight.is_pinned() or weight[0].is_shared())
+
+
+@pytest.mark.parametrize("stage", (1, 2, 3))
+def test_collectives_of_user_code(stage: int) -> None:
+    """On whole values, alike on all ranks, or refused."""
+    run_ranks(2, _collectives, stage)
+
+
+@pytest.mark.parametrize(("name", "package"), [("ZeroRedundancyOptimizer", "torch.distributed"), ("FusedAdam", "apex")])
+def test_optimizers_that_cannot_step_shards_are_refused(name: str, package: str) -> None:
+    """At the first step, of a class that says nothing itself."""
+    kind = type(name, (torch.optim.SGD,), {"__module__": package})
+    with pytest.raises(ValueError, match=rf"{name}` .*`torch.optim.Adam"):
+        kind(lightning_zero.shard(network(), stage=3).parameters(), lr=0.1).step()
