@@ -413,7 +413,8 @@ def test_lists_of_leaves_and_resting_parameters_are_written(stage: int) -> None:
 
 
 def _collectives(rank: int, stage: int) -> None:
-    weight = trained(stage, None)[0].weight
+    model = trained(stage, None)
+    weight = model[0].weight
     for tensor in (weight.grad, weight.data):
         before = whole(tensor)
         dist.all_reduce(tensor)
@@ -439,5 +440,6 @@ def test_collectives_of_user_code(stage: int) -> None:
 def test_optimizers_that_cannot_step_shards_are_refused(name: str, package: str) -> None:
     """At the first step, of a class that says nothing itself."""
     kind = type(name, (torch.optim.SGD,), {"__module__": package})
+    model = lightning_zero.shard(network(), stage=3)
     with pytest.raises(ValueError, match=rf"{name}` .*`torch.optim.Adam"):
-        kind(lightning_zero.shard(network(), stage=3).parameters(), lr=0.1).step()
+        kind(model.parameters(), lr=0.1).step()
