@@ -36,6 +36,7 @@ from lightning_zero.placements import Placements, StateBytes, Where
 from lightning_zero.precision import PrecisionRecipe
 from lightning_zero.reducer import Reducer
 from lightning_zero.sharded_parameter import ShardedParameter
+from lightning_zero.unfit_optimizers import refuse_unfit_optimizer
 from lightning_zero.unit import Unit
 from lightning_zero.units import UnitSpec, find_units
 from lightning_zero.watch import CollectiveFailedError
@@ -285,7 +286,13 @@ class Engine(GroupObserver):
             self._offloading.before_step(optimizer)
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
-        """See `Offloading.adopt`; without offload there is nothing to prepare."""
+        """Prepare ``optimizer``, which steps parameters of this module: a collective where they are offloaded.
+
+        Raises:
+            ValueError: it cannot step sharded parameters.
+            OffloadError: there is no room for its state.
+        """
+        refuse_unfit_optimizer(optimizer)
         if self._offloading is not None:
             self._offloading.adopt(optimizer)
 

@@ -3,6 +3,7 @@
     elementwise        on the fragments, if every operand is known to be alike on all ranks
     reduction          on the fragment, then one all-reduce
     view               a `ShardedView`: parent and chain
+    collective         on whole values; what all ranks receive alike is folded back, anything else is refused
     anything else      on whole values, with a plain result; what it mutates is folded back
 
 A fragment of a result is worth something only where the ranks' fragments are of one value. What an operand may be, of
@@ -28,10 +29,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from itertools import cycle
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
+from torch._C._distributed_c10d import ProcessGroup, Work
 from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
 from torch.utils._foreach_utils import _foreach_supported_types as _utility_types
 from torch.utils._pytree import tree_leaves, tree_map
@@ -52,7 +54,7 @@ _PLAIN = {Tensor, nn.Parameter}
 
 
 class UnplaceableWriteError(RuntimeError):
-    """An in-place operation changes a tensor in a way that fragments cannot follow."""
+    """An operation changes a tensor in a way that fragments cannot follow."""
 
 
 # Elementwise in effect, though torch does not tag them so.
@@ -84,7 +86,9 @@ def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 @cache
 def _plan(func: Any) -> Plan:
-    name = func._schema.name.split("::")[1]
+    library, name = func._schema.name.split("::")
+    if library == "c10d":
+        return _collective
     if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
         return _in_parts
     if name in _REFUSED:
@@ -189,8 +193,8 @@ def _takes_part(value: Tensor, lead: Any, plain_too: bool) -> bool:
         plain_too: whether plain operands are alike on all ranks.
     """
     if isinstance(value, ShardedTensor):
-        return value.shape == lead.shape
-    return plain_too and not isinstance(value, ShardedView) and (value.ndim == 0 or value.shape == lead.shape)
+        return bool(value.shape == lead.shape)
+    return plain_too and not isinstance(value, ShardedView) and bool(value.ndim == 0 or value.shape == lead.shape)
 
 
 def _local(value: Any, lead: Any, plain_too: bool) -> Any:
@@ -433,9 +437,9 @@ def _by_mask(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 # Whole values
 
 
-def _on_whole(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run on whole values; fold back what was mutated."""
-    written = _written(func, args, kwargs)
+def _on_whole(func: Any, args: Sequence[Any], kwargs: dict[str, Any], written: list[Any] | None = None) -> Any:
+    """Run on whole values; fold back what was mutated: by its schema, or ``written``."""
+    written = _written(func, args, kwargs) if written is None else written
     bases = {id(base): base for base in (_base_of(tensor) for tensor in written)}
     # A resting whole buffer must not be written past its owner, so what is mutated is copied first.
     copies = {key: base.whole().clone() for key, base in bases.items()}
@@ -451,6 +455,56 @@ def _on_whole(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     for key, base in bases.items():
         base.store(copies[key])
     return written[0] if len(written) == 1 and isinstance(out, Tensor) else out
+
+
+# Collectives of user code, whose schemas do not tell what they write. What they receive comes first.
+
+
+_RECEIVED_ALIKE = {
+    "broadcast_", "allreduce_", "allreduce_coalesced_", "allgather_", "_allgather_base_", "allgather_coalesced_",
+    "allgather_into_tensor_coalesced_",
+}  # fmt: skip
+
+_POINT_TO_POINT = {"send", "recv_", "recv_any_source_"}
+
+
+def _collective(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """On whole values, as under data parallelism.
+
+    Raises:
+        UnplaceableWriteError: ranks would receive different values, or not all of them take part.
+    """
+    name = func._schema.name.split("::")[1]
+    received = [tensor for tensor in tree_leaves(args[0]) if isinstance(tensor, Sharded)]
+    received = [] if name in ("send", "barrier") else received
+    if received and name not in _RECEIVED_ALIKE:
+        _refuse_collective(name, received[0], "gives each rank a value of its own")
+    group = next(ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject) and _is_group(arg))
+    for tensor in (tensor for tensor in tree_leaves(list(args)) if isinstance(tensor, Sharded)):
+        base = _base_of(tensor)
+        takes_all = name not in _POINT_TO_POINT and group.size() == base.slicing.collectives.world_size
+        if not takes_all and (any(tensor is other for other in received) or base.local_whole() is None):
+            _refuse_collective(name, tensor, "does not take all ranks that hold a part of it")
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        out = func(*args, **kwargs)
+        # Only what has arrived can be folded back.
+        Work.unbox(out[-1] if isinstance(out, tuple | list) else out).wait()
+        return out
+
+    out = _on_whole(run, args, kwargs, received)
+    return (args[0], out[-1]) if isinstance(out, tuple | list) else out
+
+
+def _is_group(argument: torch.ScriptObject) -> bool:
+    return str(argument._type()).endswith(".ProcessGroup")
+
+
+def _refuse_collective(name: str, tensor: Sharded, why: str) -> NoReturn:
+    raise UnplaceableWriteError(
+        f"`{_name_of(tensor)}` is sharded, and the collective `{name}` on it {why}. Give it a plain tensor:"
+        " `whole = torch.empty(p.shape, dtype=p.dtype, device=p.device).copy_(p)`, on every rank."
+    )
 
 
 def _base_of(tensor: Sharded) -> ShardedTensor:

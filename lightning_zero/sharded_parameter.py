@@ -291,6 +291,14 @@ class ShardedTensor(torch.Tensor):
     def __array__(self, dtype: Any = None) -> NoReturn:
         _refuse(self._slicing.name, "numpy conversion")
 
+    def is_shared(self) -> bool:
+        """No other process maps this memory."""
+        return False
+
+    def is_pinned(self, device: Any = None) -> bool:
+        """Nobody copies from this tensor's memory."""
+        return False
+
     def tolist(self) -> Any:
         """The whole value as nested lists: a collective on all ranks."""
         return self.whole().tolist()
@@ -435,6 +443,14 @@ class ShardedView(torch.Tensor):
     def whole(self) -> Tensor:
         """The viewed values: a collective on all ranks, unless this rank has them at hand."""
         return self.view_of(self._base_tensor.whole())
+
+    def is_shared(self) -> bool:
+        """As of the viewed tensor."""
+        return False
+
+    def is_pinned(self, device: Any = None) -> bool:
+        """As of the viewed tensor."""
+        return False
 
     @property
     def data(self) -> Tensor:

@@ -317,7 +317,8 @@ AVERAGES = {
 @pytest.mark.parametrize("name", AVERAGES)
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_averaged_model_beside_the_sharded_one(stage, name):
-    """Made after sharding it is a sharded copy: updated without any traffic, and usable on its own."""
+    """Made after sharding it is a sharded copy: updated without any traffic, and usable on its own. The equal average
+    divides by a tensor, of which nobody knows that it is alike on all ranks."""
 
     def scenario(run):
         average = AveragedModel(run.model, **AVERAGES[name])
@@ -330,7 +331,7 @@ def test_an_averaged_model_beside_the_sharded_one(stage, name):
             average.update_parameters(run.model)
             if engine is not None and stage:
                 assert all(isinstance(p, ShardedTensor) for p in average.parameters())
-                assert not engine.collectives.nbytes
+                assert name == "equal" or not engine.collectives.nbytes
         for p in average.parameters():
             run.record(p)
         with torch.no_grad():
