@@ -125,6 +125,7 @@ class Windows:
             if group.placements.keeps_whole_parameters and group.whole is not None
         }
         self._packs = not all(group.placements.keeps_whole_parameters for group in self._unit_of)
+        self._saves_leaves = False
         self._shares = any(group.layout.num_shards > 1 for group in self._unit_of)
         self._left_gathers = False
         self._steps = 0
@@ -226,14 +227,15 @@ class Windows:
 
         A view that a graph holds keeps its buffer by itself.
         """
-        if self._packs:
+        if self._packs and not self._saves_leaves:
+            self._saves_leaves = True
             for group in self._unit_of:
                 group.leaves_may_be_saved = True
         return nullcontext()
 
     def _close_saved(self) -> None:
         """Close what stayed open because a graph held leaves, and need not any more."""
-        for unit in self.units if self.root.groups[0].leaves_may_be_saved else ():
+        for unit in self.units if self._saves_leaves else ():
             self._close(unit)
 
     # Forward
