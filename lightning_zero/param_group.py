@@ -278,6 +278,9 @@ class ParamGroup:
     @in_window.setter
     def in_window(self, value: bool) -> None:
         self._in_window = value
+        if not value:
+            # The root stays whole after its window, and resting parameters are read from fragments.
+            self.keep_writes()
         if not self.placements.keeps_whole_parameters:
             self._show_leaves()
 

@@ -1,7 +1,7 @@
 """Writes into weights, at each moment of a step, in each way, on weights of the root, of units and of both.
 
-A momentum encoder is what such code has: frozen, used without gradient, and written all the time. Each step writes in one
-way at every moment; ranks see the same data, so one plain process is the twin.
+A momentum encoder is what such code has: frozen, used without gradient, and written all the time. Each step writes in
+one way at every moment; ranks see the same data, so one plain process is the twin.
 """
 
 from __future__ import annotations
