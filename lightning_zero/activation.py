@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_zero.kept_results import Version, keeping
 from lightning_zero.modes import unobserved
+from lightning_zero.saved_hooks import in_transform
 from lightning_zero.stash import HostStash, Ticket
 
 __all__ = [
@@ -138,7 +139,7 @@ class Recompute(ActivationPolicy):
     inputs: OffloadActivations | None = None
 
     def run(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not torch.is_grad_enabled() or _checkpoints_itself(module):
+        if not torch.is_grad_enabled() or in_transform() or _checkpoints_itself(module):
             return forward(*args, **kwargs)
         inputs = _Inputs(args, _without_cache(module, kwargs), None if self.inputs is None else self.inputs.stash)
         # Torch keeps the random state of the devices of positional tensors alone.
@@ -219,7 +220,7 @@ class OffloadActivations(ActivationPolicy):
         self.stash = HostStash(self.min_bytes, self.pin_memory)
 
     def run(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or in_transform():
             return forward(*args, **kwargs)
         visit = self.stash.visit()
         with torch.autograd.graph.saved_tensors_hooks(visit.pack, visit.unpack):

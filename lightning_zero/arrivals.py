@@ -74,6 +74,10 @@ class Arrivals:
         with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
             self._nodes[index] = [torch.autograd.graph.get_gradient_edge(holder).node for holder in (leaf, parameter)]
 
+    def holds(self, index: int) -> bool:
+        """Whether the leaf's node, which refers to the leaf, is kept here."""
+        return index in self._nodes
+
     def reach_resting(self, index: int, tensor: Tensor) -> bool:
         """Whether a gradient of ``tensor`` arrives at the resting parameter itself."""
         with torch._C.DisableTorchFunctionSubclass():

@@ -1,37 +1,60 @@
 """Work of ours inside user code: what watches or records that code does not see it.
 
 Selective checkpointing is a dispatch mode: it wants the second forward to run the operations of the first, and a
-gather, a buffer that is new, or a copy from the host come at one time and not at the other. A backward that builds a
-graph records what runs in its hooks.
+gather, a buffer that is new, or a copy from the host come at one time and not at the other. What is made inside a
+transform of `torch.func` is one of its wrappers, without memory of its own. A backward that builds a graph records what
+runs in its hooks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch._C._functorch import peek_interpreter_stack
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["making_ordinary_tensors", "unobserved", "unrecorded"]
+__all__ = ["Unobserved", "making_ordinary_tensors", "unobserved", "unrecorded"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 def unobserved(function: Callable[P, T]) -> Callable[P, T]:
-    """``function`` outside of the dispatch modes that are active when it is called."""
+    """``function`` outside of the dispatch modes and transforms of `torch.func` that are active when it is called."""
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        if not torch._C._len_torch_dispatch_stack():
+        observed, transformed = torch._C._len_torch_dispatch_stack(), peek_interpreter_stack() is not None
+        if not observed and not transformed:
             return function(*args, **kwargs)
-        with _disable_current_modes():
+        with ExitStack() as outside:
+            if transformed:
+                outside.enter_context(temporarily_clear_interpreter_stack())
+            if observed:
+                outside.enter_context(_disable_current_modes())
             return function(*args, **kwargs)
 
     return run
+
+
+class Unobserved(AbstractContextManager[T]):
+    """``context``, entered and left unobserved; what runs in it is not."""
+
+    def __init__(self, context: AbstractContextManager[T]) -> None:
+        self._context = context
+
+    @unobserved
+    def __enter__(self) -> T:
+        return self._context.__enter__()
+
+    @unobserved
+    def __exit__(self, *exc: Any) -> bool | None:
+        return self._context.__exit__(*exc)
 
 
 def unrecorded(function: Callable[P, T]) -> Callable[P, T]:

@@ -121,6 +121,8 @@ class ParamGroup:
         self.leaves = [self._leaf(i, self.model_dtype) for i in range(len(self.parameters))]
         self._pointed = False
         self._in_window = False
+        self.leaves_may_be_saved = False
+        """Whether graphs may hold leaves themselves, where hooks that save them as places are not allowed."""
         self._exposed_versions: list[int] = []
         nothing = torch.full((), float("nan"), dtype=torch.float64, device=pool.device).to(self.model_dtype)
         self._placeholders = [nothing.expand(slicing.shape) for slicing in self.slicings]
@@ -277,6 +279,9 @@ class ParamGroup:
     @in_window.setter
     def in_window(self, value: bool) -> None:
         self._in_window = value
+        if not value:
+            # The root stays whole after its window, and resting parameters are read from fragments.
+            self.keep_writes()
         if not self.placements.keeps_whole_parameters:
             self._show_leaves()
 
@@ -291,11 +296,20 @@ class ParamGroup:
         """Let go of whole values, if they do not rest; what was written into them is kept."""
         self.finish_gather()
         self.keep_writes()
-        if self.placements.keeps_whole_parameters or self._whole is None:
+        if self.placements.keeps_whole_parameters or self._whole is None or self._leaves_are_saved:
             return
         self._conceal()
         del self._held[storage_id(self._whole)]
         self._whole = None
+
+    @property
+    def _leaves_are_saved(self) -> bool:
+        """Whether a graph holds a leaf itself: it would compute with what the leaf becomes when it is concealed."""
+        if not self.leaves_may_be_saved:
+            return False
+        with torch._C.DisableTorchFunctionSubclass():
+            # Python's object is one user, the node that takes its gradient another.
+            return any(leaf._use_count() > 1 + self.arrivals.holds(i) for i, leaf in enumerate(self.leaves))
 
     def finish_gather(self) -> None:
         """Wait for a gather under way, without use for its result yet."""

@@ -310,6 +310,9 @@ class ShardedTensor(torch.Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
+        # What moves nothing, as `module.to(device)`, assigns a parameter to itself.
+        if isinstance(value, ShardedTensor) and value._fragment is self._fragment:
+            return
         check_data(self, value)
         with torch.no_grad():
             self.copy_(value)

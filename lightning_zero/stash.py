@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_zero.flat_buffer import BufferPool, storage_id
 from lightning_zero.modes import unobserved
+from lightning_zero.saved_hooks import steps_aside
 
 __all__ = ["HostStash", "Ticket", "Visit", "without_graph"]
 
@@ -110,6 +111,7 @@ class Visit:
 
     # Hooks of saved tensors; a window, which saves weights as places, takes its turn before them.
 
+    @steps_aside
     def pack(self, tensor: Tensor) -> Any:
         """``tensor`` in the stash, or as it is."""
         return self.stash.put(tensor, self) if self.stash.accepts(tensor) else without_graph(tensor)

@@ -153,8 +153,10 @@ class WholeParameter(nn.Parameter):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        check_data(self._resting, value)
-        self.data.copy_(value)
+        # What moves nothing, as `module.to(device)` in a step, assigns a parameter to itself.
+        if value is not self and not _is_same_memory(value, self):
+            check_data(self._resting, value)
+            self.data.copy_(value)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
         """As on the resting parameter."""
@@ -169,6 +171,26 @@ class WholeParameter(nn.Parameter):
         # A file written inside `gathered` must open where this package is not installed.
         plain = nn.Parameter(self.detach().clone(), requires_grad=self.requires_grad)
         return plain.__reduce_ex__(protocol)
+
+
+def _is_same_memory(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same elements in the same places."""
+    return bool(torch._C._is_alias_of(one, other)) and (
+        (one.dtype, one.shape, one.stride(), one.storage_offset())
+        == (other.dtype, other.shape, other.stride(), other.storage_offset())
+    )
+
+
+_CONVERSIONS = {
+    torch.Tensor.to, torch.Tensor.float, torch.Tensor.double, torch.Tensor.half, torch.Tensor.bfloat16,
+    torch.Tensor.cpu, torch.Tensor.cuda, torch.Tensor.type,
+}  # fmt: skip
+
+
+def _converts_nothing(func: Any, leaf: WholeParameter, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether the conversion ``func`` of a tensor that is as code expects ``leaf`` to be gives that tensor itself."""
+    like = torch.empty(0, dtype=leaf._expected, device=leaf.device)
+    return func(like, *args[1:], **kwargs) is like
 
 
 def _handles_state(func: Any) -> bool:
@@ -196,7 +218,8 @@ class NarrowParameter(WholeParameter):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        self._resting.data = value
+        if value is not self:
+            self._resting.data = value
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         copied = nn.Parameter(self._resting.detach().clone(), requires_grad=self.requires_grad)
@@ -215,6 +238,8 @@ class NarrowParameter(WholeParameter):
         if _handles_state(func):
             args, kwargs = tree_map_only(NarrowParameter, lambda leaf: leaf._resting, (args, kwargs))
             return func(*args, **kwargs)
+        if func in _CONVERSIONS and _converts_nothing(func, args[0], args, kwargs):
+            return args[0]
         with torch._C.DisableTorchFunctionSubclass():
             args, kwargs = tree_map_only(NarrowParameter, lambda leaf: leaf.seen_by(func), (args, kwargs))
             return func(*args, **kwargs)

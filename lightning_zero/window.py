@@ -23,6 +23,7 @@ from lightning_zero.flat_buffer import storage_id
 from lightning_zero.lockstep import Lockstep
 from lightning_zero.modes import unobserved
 from lightning_zero.param_group import ParamGroup
+from lightning_zero.saved_hooks import hooks_are_refused, steps_aside, top_hooks
 from lightning_zero.sharded_parameter import ShardedParameter
 from lightning_zero.stash import Ticket, Visit, without_graph
 from lightning_zero.unit import Unit
@@ -125,6 +126,7 @@ class Windows:
             if group.placements.keeps_whole_parameters and group.whole is not None
         }
         self._packs = not all(group.placements.keeps_whole_parameters for group in self._unit_of)
+        self._saves_leaves = False
         self._shares = any(group.layout.num_shards > 1 for group in self._unit_of)
         self._left_gathers = False
         self._steps = 0
@@ -147,6 +149,7 @@ class Windows:
             for order in self._order.values():
                 order.previous = None
             self._let_go()
+            self._close_saved()
             for unit in (self.root, *self.units):
                 unit.check()
             if self._flows:
@@ -212,15 +215,34 @@ class Windows:
         """Context in which autograd saves weights as places in buffers, not as the buffers."""
         if not torch.is_grad_enabled():
             return nullcontext()
-        above: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if hooks_are_refused():
+            return self._saving_leaves()
+        above = top_hooks()
         if above is not None:
-            visit = getattr(above[0], "__self__", None)
-            if isinstance(visit, Visit):
-                return torch.autograd.graph.saved_tensors_hooks(partial(self._pack, visit=visit), self._unpack)
-            # Hooks of ours above theirs would hide what they came to see, as checkpointing does; what they hold
-            # keeps its buffer.
-            return nullcontext()
+            holder = getattr(getattr(above[0], "func", above[0]), "__self__", None)
+            if holder is self:
+                return nullcontext()
+            if isinstance(holder, Visit):
+                return torch.autograd.graph.saved_tensors_hooks(partial(self._pack, visit=holder), self._unpack)
+            # Hooks of ours above theirs would hide what they came to see, as checkpointing does.
+            return self._saving_leaves()
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack) if self._packs else nullcontext()
+
+    def _saving_leaves(self) -> AbstractContextManager[Any]:
+        """Context in which graphs may hold leaves themselves: no window closes from now on while one does.
+
+        A view that a graph holds keeps its buffer by itself.
+        """
+        if self._packs and not self._saves_leaves:
+            self._saves_leaves = True
+            for group in self._unit_of:
+                group.leaves_may_be_saved = True
+        return nullcontext()
+
+    def _close_saved(self) -> None:
+        """Close what stayed open because a graph held leaves, and need not any more."""
+        for unit in self.units if self._saves_leaves else ():
+            self._close(unit)
 
     # Forward
 
@@ -345,6 +367,7 @@ class Windows:
             self._close(unit)
         self._opened_in_backward.clear()
         self._let_go()
+        self._close_saved()
         if self.root.depth == 0:
             self.root.swap_out()
             self.root.reshard()
@@ -488,6 +511,7 @@ class Windows:
 
     # Saved tensors
 
+    @steps_aside
     def _pack(self, tensor: Tensor, visit: Visit | None = None) -> Any:
         """A place for a weight; anything else as it is, or in the stash of a ``visit``."""
         if type(tensor) not in _PACKABLE:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from lightning_zero.activation import ActivationPolicy
+from lightning_zero.modes import Unobserved
 
 __all__ = ["WindowedForward"]
 
@@ -73,7 +74,7 @@ class WindowedForward:
         return self._policy.run(module, self._in_window, args, kwargs)
 
     def _in_window(self, *args: Any, **kwargs: Any) -> Any:
-        with self._window():
+        with Unobserved(self._window()):
             return self._own()(*args, **kwargs)
 
     def remove(self) -> None:
