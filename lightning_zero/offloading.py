@@ -219,8 +219,8 @@ def _may_be_fused(optimizer: Optimizer, group: dict[str, Any]) -> bool:
 
     A closure may yet unfreeze parameters, so all of them count.
     """
-    asked = any(group.get(key) is not None for key in ("fused", "foreach"))
-    asked = asked or group.get("differentiable") or group.get("capturable")
+    asked = group.get("fused") is not None or group.get("foreach") is not None
+    asked = asked or bool(group.get("differentiable") or group.get("capturable"))
     # A rate that is a tensor is not taken by each of the kernels.
     if asked or isinstance(group["lr"], Tensor) or not all(p.is_floating_point() for p in group["params"]):
         return False
