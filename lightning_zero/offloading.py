@@ -109,11 +109,11 @@ class Offloading:
 
         The default there is a loop over parameters that passes their memory several times.
         """
+        self.after_step()  # of one that raised
         if type(optimizer) not in (Adam, AdamW, SGD, Adagrad) or not _offloaded_of(optimizer):
             return
         for group in optimizer.param_groups:
-            free = group.get("fused") is None and group.get("foreach") is None and not group.get("differentiable")
-            if free and not group.get("capturable") and all(p.is_floating_point() for p in group["params"]):
+            if _may_be_fused(optimizer, group):
                 group["fused"] = True
                 self._fused.append(group)
                 for p in group["params"]:
@@ -212,6 +212,21 @@ def moments_of(optimizer: Optimizer) -> float:
 def _offloaded_of(optimizer: Optimizer) -> list[ShardedParameter]:
     parameters = (p for group in optimizer.param_groups for p in group["params"])
     return [p for p in parameters if isinstance(p, ShardedParameter) and p.lane is not None]
+
+
+def _may_be_fused(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    """Whether the fused kernel can do the next step of ``group``, for which the user asked for no implementation.
+
+    A closure may yet unfreeze parameters, so all of them count.
+    """
+    asked = group.get("fused") is not None or group.get("foreach") is not None
+    asked = asked or bool(group.get("differentiable") or group.get("capturable"))
+    # A rate that is a tensor is not taken by each of the kernels.
+    if asked or isinstance(group["lr"], Tensor) or not all(p.is_floating_point() for p in group["params"]):
+        return False
+    # The kernel takes momenta of all parameters or begins those of all, and some get their first gradient late.
+    momenta = {optimizer.state.get(p, {}).get("momentum_buffer") is None for p in group["params"]}
+    return len(momenta) < 2
 
 
 def _count_for_fused(state: dict[str, Any], device: torch.device) -> None:

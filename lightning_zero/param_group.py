@@ -41,6 +41,11 @@ __all__ = ["GroupObserver", "ParamGroup"]
 class GroupObserver:
     """What a group tells those above it; the default does nothing but keep values current."""
 
+    @property
+    def updating(self) -> bool:
+        """Whether an optimizer's own code runs, which computes with main weights."""
+        return False
+
     def needed(self, group: ParamGroup) -> None:
         """Whole values of ``group`` are read at rest."""
         group.unshard()
@@ -461,6 +466,12 @@ class ParamGroup:
     def gave_back(self, index: int, tensor: Tensor) -> bool:
         """Whether autograd made ``tensor``, which requires a gradient, of a saved parameter: it stands for that one."""
         return self.arrivals.reach_resting(index, tensor)
+
+    @property
+    def computes_apart(self) -> bool:
+        """Whether code computes in the model dtype now, where another one rests."""
+        # A narrow leaf tells the dtype that rests, and autocast's functions round what rests to what it holds.
+        return self.main_dtype != self.model_dtype and not (self.dtypes.narrow or self.observer.updating)
 
     def operating(self) -> AbstractContextManager[Any]:
         """Context of one operation: what is touched inside stays whole to its end, and is saved as a place."""

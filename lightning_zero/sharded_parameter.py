@@ -56,6 +56,10 @@ class Owner(Protocol):
     def gave_back(self, index: int, tensor: Tensor) -> bool:
         """Whether autograd made ``tensor``, which requires a gradient, of a saved parameter: it stands for that one."""
 
+    @property
+    def computes_apart(self) -> bool:
+        """Whether code computes in another dtype than rests here: it meets the main weight where it keeps state."""
+
     def operating(self) -> AbstractContextManager[Any]:
         """Context of one operation: what is touched inside stays whole to its end, and is saved as a place."""
 
@@ -239,7 +243,7 @@ class ShardedTensor(torch.Tensor):
         cls, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if _takes_part_in_a_graph(func, args):
+        if _needs_leaves(func, args, kwargs):
             owner = next(_owners(args, kwargs), None)
             if owner is not None:
                 with owner.operating(), torch._C.DisableTorchFunctionSubclass():
@@ -460,7 +464,8 @@ class ShardedView(torch.Tensor):
         """The same view without gradient."""
         return self.detach()
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    # Where code computes apart from what rests, it meets the view of that.
+    __torch_function__ = ShardedTensor.__torch_function__
 
     @classmethod
     def __torch_dispatch__(
@@ -538,9 +543,28 @@ def writes_in_place(func: Any) -> bool:
 GRADIENT_REQUESTS = {torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward}
 
 
+_VIEWS = {
+    "T", "mT", "t", "transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "view", "view_as",
+    "unflatten", "unsqueeze", "squeeze", "expand", "expand_as", "__getitem__", "select", "narrow", "chunk", "split",
+    "unbind", "tensor_split", "diagonal", "reshape", "reshape_as", "flatten", "ravel",
+}  # fmt: skip
+"""What user code may write through."""
+
+_COPIES = {"clone", "to", "cpu", "cuda", "type", "float", "double", "half", "bfloat16", "__deepcopy__"}
+
+
 @torch.compiler.disable(  # type: ignore[untyped-decorator]
     recursive=False, reason="a weight at rest is gathered here; `fullgraph=True` is for single blocks"
 )
+def _needs_leaves(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether what stands for whole values must take the place of resting parameters in ``func``."""
+    if _takes_part_in_a_graph(func, args):
+        return True
+    if torch.is_grad_enabled() or not _computes(func, args):
+        return False
+    return any(owner.computes_apart for owner in _owners(args, kwargs))
+
+
 def _takes_part_in_a_graph(func: Any, args: Sequence[Any]) -> bool:
     """Whether autograd must meet leaves in the place of resting parameters."""
     if func in GRADIENT_REQUESTS:
@@ -548,6 +572,27 @@ def _takes_part_in_a_graph(func: Any, args: Sequence[Any]) -> bool:
     if not torch.is_grad_enabled() or reads_metadata(func) or getattr(func, "__name__", "") == "equal":
         return False
     return not _writes_frozen(func, args)
+
+
+def _computes(func: Any, args: Sequence[Any]) -> bool:
+    """Whether ``func`` goes on with values, as a forward does, in place of keeping, writing or looking into state."""
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        name = getattr(func.__self__, "__name__", "")
+    if name == "equal" or name in _COPIES or name.startswith(("_foreach_", "_fused_")) or reads_metadata(func):
+        return False
+    if writes_in_place(func):
+        # Into an activation, not into a copy or an average that has room for every digit.
+        return bool(args) and type(args[0]) is Tensor and args[0].itemsize == 2
+    if name not in _VIEWS:
+        return True
+    # A lookup gives a copy; so may a change of shape, of a view.
+    looks_up = name == "__getitem__" and any(map(_is_list, args[1] if type(args[1]) is tuple else args[1:]))
+    return looks_up or (name in ("reshape", "reshape_as", "flatten", "ravel") and isinstance(args[0], ShardedView))
+
+
+def _is_list(index: Any) -> bool:
+    return isinstance(index, Tensor | list)
 
 
 def _writes_frozen(func: Any, args: Sequence[Any]) -> bool:
@@ -570,9 +615,15 @@ def _toucher(value: Any) -> Owner | None:
 def _owners(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Owner]:
     for value in (*args, *kwargs.values()):
         for item in value if type(value) in (list, tuple) else (value,):
-            owner = _toucher(item)
+            owner = _apart(item.base) if isinstance(item, ShardedView) else _toucher(item)
             if owner is not None:
                 yield owner
+
+
+def _apart(base: ShardedTensor) -> Owner | None:
+    """The owner of a parameter at rest whose views compute in another dtype than rests."""
+    owner = base.owner if isinstance(base, ShardedParameter) else None
+    return owner if owner is not None and owner.computes_apart else None
 
 
 def _touch(value: Any, func: Any) -> Any:
@@ -580,6 +631,10 @@ def _touch(value: Any, func: Any) -> Any:
     if isinstance(value, ShardedTensor):
         owner = _toucher(value)
         return value if owner is None else owner.touch(value._index, func)
-    if type(value) in (list, tuple) and any(isinstance(item, ShardedTensor) for item in value):
+    if isinstance(value, ShardedView):
+        owner = _apart(value.base)
+        # It was made without a graph.
+        return value if owner is None else value.view_of(owner.touch(value.base._index, func)).detach()
+    if type(value) in (list, tuple) and any(isinstance(item, ShardedTensor | ShardedView) for item in value):
         return type(value)([_touch(item, func) for item in value])
     return value

@@ -337,6 +337,44 @@ def test_step_counters_go_where_the_parameters_of_fused_steps_are() -> None:
     assert optimizer.state[elsewhere]["step"].device == elsewhere.device
 
 
+@pytest.mark.parametrize("options", [{}, {"dampening": 0.5}, {"nesterov": True}, {"maximize": True}], ids=str)
+def test_a_first_gradient_may_come_after_momentum_began(options: dict[str, Any]) -> None:
+    """Gradual unfreezing, in a closure: torch's fused SGD takes momenta of all its parameters, or begins all."""
+
+    def train(offload: str | None) -> dict[str, Tensor]:
+        model = sharded(3, offload)
+        late = next(model.parameters()).requires_grad_(False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, **options)
+        for step in range(4):
+
+            def closure(step: int = step) -> None:
+                late.requires_grad_(step > 1)
+                optimizer.zero_grad()
+                model(batch(step)).square().mean().backward()
+
+            optimizer.step(closure)
+        return whole_weights(model)
+
+    expected = train(None)
+    for name, value in train("cpu").items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-6, atol=1e-7)
+
+
+def test_a_step_that_raised_leaves_no_choice_behind() -> None:
+    """The next step decides anew: a choice that stayed would pass for the user's."""
+    model = sharded(3, "cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+    def fails() -> None:
+        raise KeyError("of the user")
+
+    with pytest.raises(KeyError):
+        optimizer.step(fails)
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.01)
+    engine(model).before_optimizer_step(optimizer)
+    assert optimizer.param_groups[0]["fused"] is None
+
+
 def test_the_choice_of_a_fused_kernel_is_the_runs_and_not_the_users() -> None:
     """It holds while the optimizer steps; what others see, and a checkpoint keeps, is what the user asked for."""
     model = sharded(3, "cpu")
