@@ -199,7 +199,7 @@ def test_set_up_says_how_the_model_is_cut(caplog: pytest.LogCaptureFixture) -> N
     lightning_zero.shard(Bare(), activation_checkpointing="full")
     (line,) = [record.getMessage() for record in caplog.records]
     assert line == (
-        "`Bare` at stage 3: 1 unit, the largest `layer` (4.8e-05 MB, 67% of the model); in no unit, whole from forward"
-        " to backward at stage 3: 2.4e-05 MB, 33%, most of it `a`; activation checkpointing of nothing: no unit would"
+        "`Bare` at stage 3: 1 unit, the largest `layer` (0.048 kB, 67% of the model); in no unit, whole from forward"
+        " to backward at stage 3: 0.024 kB, 33%, most of it `a`; activation checkpointing of nothing: no unit would"
         " keep less."
     )

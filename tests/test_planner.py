@@ -364,7 +364,7 @@ def test_the_command_says_how_a_model_is_cut(tmp_path: Path, capsys: pytest.Capt
     arguments = ["estimate", "--model", str(tmp_path), "--gpus", "2", "--gpu-memory", "1GB"]
     assert main(arguments) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "It is cut into 4 units, the largest `model.layers.0` (0.03405 MB, 21% of the model); in no unit" in text
+    assert "It is cut into 4 units, the largest `model.layers.0` (34.05 kB, 21% of the model); in no unit" in text
     assert main([*arguments, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["units"] == {
         "units": 4,
