@@ -112,7 +112,8 @@ class CutSizes:
 
     def __str__(self) -> str:
         def size(nbytes: int) -> str:
-            return f"{nbytes / 1e6:,.4g} MB, {nbytes / max(self.total_bytes, 1):.0%}"
+            scaled = f"{nbytes / 1e6:,.4g} MB" if nbytes >= 1e6 else f"{nbytes / 1e3:,.4g} kB"
+            return f"{scaled}, {nbytes / max(self.total_bytes, 1):.0%}"
 
         number = f"{self.units or 'no'} unit{'' if self.units == 1 else 's'}"
         largest = f", the largest `{self.largest}` ({size(self.largest_bytes)} of the model)" if self.units else ""

@@ -120,15 +120,16 @@ class _Cut:
     def without_root(self, parts: NamedModules) -> NamedModules:
         """``parts`` but for those that are better off in the root."""
         largest = max((self._size(module) for _, module in parts), default=0)
-        equal: dict[tuple[str, int], list[nn.Module]] = defaultdict(list)
+        equal: dict[tuple[int, str, bool], list[nn.Module]] = defaultdict(list)
         for _, module in parts:
             # A parametrized module has a class of its own.
-            equal[type(module).__name__, self._size(module)].append(module)
+            in_list = any(_is_list(parent) for parent in self._parents[module])
+            equal[self._size(module), type(module).__name__, in_list].append(module)
         room = max(self._total * ROOT_SHARE, min(MERGED_NUMEL, self._total * LARGEST_SHARE))
         kept: set[nn.Module] = set()
-        for (_, size), modules in sorted(equal.items(), key=lambda item: item[0][1]):
-            # Of equal blocks none is treated differently.
-            if len(modules) == 1 or (_is_layer(modules[0]) and size <= largest * SMALL):
+        for (size, _, in_list), modules in sorted(equal.items(), key=lambda item: item[0][0]):
+            # Of equal blocks none is treated differently; layers by name, as heads are, are no blocks.
+            if len(modules) == 1 or (_is_layer(modules[0]) and (size <= largest * SMALL or not in_list)):
                 room -= size * len(modules)
                 kept.update(modules if room >= 0 else ())
         rest = [named for named in parts if named[1] not in kept]

@@ -357,6 +357,25 @@ def _measured(
     return planned, measured
 
 
+def test_the_command_says_how_a_model_is_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Four blocks of 2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 56 + 2 * 32 = 8,512 parameters of 4 bytes; embedding, head,
+    and norm, 2 * 97 * 32 + 32, are in the root."""
+    llama().save_pretrained(tmp_path)
+    arguments = ["estimate", "--model", str(tmp_path), "--gpus", "2", "--gpu-memory", "1GB"]
+    assert main(arguments) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "It is cut into 4 units, the largest `model.layers.0` (34.05 kB, 21% of the model); in no unit" in text
+    assert main([*arguments, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["units"] == {
+        "units": 4,
+        "largest": "model.layers.0",
+        "largest_bytes": 4 * 8512,
+        "root": "model.embed_tokens.weight",
+        "root_bytes": 4 * (2 * 97 * 32 + 32),
+        "total_bytes": 4 * 40288,
+    }
+
+
 @pytest.mark.parametrize("policy", ["", "full", "selective", "offload"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_activations_of_a_llama_are_planned_within_a_tenth(precision: str, policy: str) -> None:

@@ -27,6 +27,8 @@ from rows import (
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_zero import ZeROStrategy
+
 
 class TiedLanguageModel(Regression):
     """Embedding and head are one tensor."""
@@ -106,7 +108,7 @@ class Branch(nn.Module):
 
 
 class TwoBranches(Regression):
-    """One Linear object is `branches.0.shared` and `branches.1.shared`; each branch is (part of) a unit."""
+    """One Linear object is `branches.0.shared` and `branches.1.shared`; each branch is a unit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +125,8 @@ class TwoBranches(Regression):
 def test_a2_one_layer_in_two_branches_trains_as_one(stage: int, tmp_path: Path) -> None:
     """A2: both branches are in the loss; the checkpoint has the layer under both names."""
     twin = fit_plain(TwoBranches, vectors(3, 5, 3))
-    runs = fit_ranks(stage, TwoBranches, vectors(3, 5, 3), tmp_path / "last.ckpt")
+    strategy = ZeROStrategy(stage, units=["Branch", "Block"])
+    runs = fit_ranks(stage, TwoBranches, vectors(3, 5, 3), tmp_path / "last.ckpt", strategy=strategy)
     assert_trained_as(twin, runs, tmp_path / "last.ckpt", TwoBranches)
     assert {"branches.0.shared.weight", "branches.1.shared.weight"} <= twin.after.keys()
     assert {"branches.0.shared.weight", "branches.1.own.weight"} <= runs[0].in_units
@@ -147,7 +150,8 @@ class SharedBias(Regression):
 def test_a5_a_bias_alone_may_be_shared_across_levels(stage: int, tmp_path: Path) -> None:
     """A5: one bias belongs to a layer of the root and to a layer two levels down, in a unit."""
     twin = fit_plain(SharedBias, vectors(3, 4, 3))
-    runs = fit_ranks(stage, SharedBias, vectors(3, 4, 3), tmp_path / "last.ckpt")
+    strategy = ZeROStrategy(stage, units=["Block"])
+    runs = fit_ranks(stage, SharedBias, vectors(3, 4, 3), tmp_path / "last.ckpt", strategy=strategy)
     assert_trained_as(twin, runs, tmp_path / "last.ckpt", SharedBias)
     assert torch.equal(runs[0].after["first.bias"], runs[0].after["blocks.4.linear.bias"])
     assert "blocks.4.linear.weight" in runs[0].in_units and "first.bias" not in runs[0].in_units

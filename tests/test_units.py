@@ -51,7 +51,7 @@ def test_the_classes_that_a_hugging_face_model_names_are_units():
     """Also when the model sits in a LightningModule. An eighth of 110 parameters is 13: a block has 8, an adapter 6."""
     layers = [["model.layers.0"], ["model.layers.1"], ["model.layers.2"]]
     pairs = [[f"model.adapters.{i}", f"model.adapters.{i + 1}"] for i in range(0, 12, 2)]
-    assert names(Wrapped()) == [*layers, *pairs, ["head"]]
+    assert names(Wrapped()) == layers + pairs
 
 
 def test_a_declaration_that_matches_nothing_falls_back_to_containers():
@@ -165,6 +165,10 @@ def test_small_layers_stay_in_the_root():
         root.append(nn.LayerNorm(600))  # 1,200
     root.append(nn.Linear(600, 40))  # 24,040 of 1,109,440; below 2 ** 18 a quarter may stay
     assert names(root) == [["0"], ["2"], ["4"]]
+    root = nn.Module()
+    root.stem, root.head, root.other_head = (nn.Linear(8, 8) for _ in range(3))
+    root.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(16))  # an eighth of 19 is two
+    assert names(root) == [[f"layers.{i}", f"layers.{i + 1}"] for i in range(0, 16, 2)]
 
 
 def test_a_layer_above_twice_all_others_stays_in_the_root():
