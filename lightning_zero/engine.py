@@ -25,7 +25,7 @@ from lightning_zero.collectives import Collectives
 from lightning_zero.compiled import CompiledForwards
 from lightning_zero.flat_buffer import BufferPool
 from lightning_zero.group_plan import GroupPlan
-from lightning_zero.holders import drop_references, flatten_again
+from lightning_zero.holders import drop_references, flatten_again, keep_layout
 from lightning_zero.in_flight import InFlight
 from lightning_zero.lane import Background
 from lightning_zero.lockstep import FLOWING, Lockstep
@@ -95,6 +95,7 @@ class Engine(GroupObserver):
         policy_of = chosen_policies(module, members_of_units, policies)
         compiled = CompiledForwards(compile, module, members_of_units, policy_of)
         drop_references(module)
+        keep_layout(module)
         with torch.inference_mode(False), torch.no_grad():
             adopt_buffers(module, recipe.buffers, collectives)
             blueprint = Blueprint(module, plan, self.placements, recipe, collectives.world_size, offload)
@@ -288,6 +289,21 @@ class Engine(GroupObserver):
             self.windows.refresh()
         else:
             self.windows.begin_updates()
+
+    @contextmanager
+    def without_windows(self) -> Iterator[None]:
+        """Context in which modules have their own methods, as a pickle of them should."""
+        module = self._module()
+        assert module is not None
+        for forward in reversed(self._forwards):
+            forward.take_off()
+        flatten_again(module)
+        try:
+            yield
+        finally:
+            keep_layout(module)
+            for forward in self._forwards:
+                forward.put_on()
 
     # The way back
 

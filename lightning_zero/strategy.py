@@ -8,10 +8,11 @@ teardown                the module is whole and plain again
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -30,10 +31,10 @@ from lightning_zero.checkpoint.directory import (
     whole_views,
 )
 from lightning_zero.checkpoint.file import load_file, save_file
+from lightning_zero.checkpoint.objects import whole_values
 from lightning_zero.checkpoint.one_file import (
     full_optimizer_state,
     full_state_dict,
-    full_values,
     load_state_dict,
     shard_optimizer_state,
 )
@@ -124,6 +125,8 @@ class _ZeROMixin(_DDPStrategy):
         self._async_save = async_save
         self._saver: BackgroundSaver | None = None
         self._loaded: Mapping[str, Any] = {}
+        # Weights of the checkpoint that is being made, while it keeps them.
+        self._gathered: WeakValueDictionary[Any, Tensor] | None = None
         unknown = sorted(set(ddp_arguments) - set(_DDP_ARGUMENTS))
         if unknown:
             raise TypeError(
@@ -390,7 +393,10 @@ class _ZeROMixin(_DDPStrategy):
                 " Resume from the last one: `trainer.fit(model, ckpt_path='last')`."
             )
         state_dict: dict[str, Any] = self.lightning_module.state_dict()
-        return state_dict if self._is_sharded else full_state_dict(state_dict)
+        if self._is_sharded:
+            return state_dict
+        self._gathered = WeakValueDictionary()
+        return full_state_dict(state_dict, self._gathered)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         optimizer = getattr(optimizer, "_optimizer", optimizer)
@@ -438,8 +444,9 @@ class _ZeROMixin(_DDPStrategy):
             )
         if self._is_sharded:
             checkpoint = whole_views(checkpoint)
-        else:
-            checkpoint = full_values(checkpoint, collectives)
+        with nullcontext() if self.engine is None else self.engine.without_windows():
+            checkpoint = whole_values(checkpoint, collectives, self._gathered, keeps_entries=self._is_sharded)
+        self._gathered = None
         if by_others or not (self._is_sharded or is_local(path)):
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
