@@ -176,16 +176,21 @@ class Engine(GroupObserver):
             yield
 
     @contextmanager
-    def training_step(self) -> Iterator[None]:
-        """A `step` that a backward follows, on all ranks: rank 0's buffers come first."""
+    def training_step(self, is_manual: bool = False) -> Iterator[None]:
+        """A `step` that a backward follows, on all ranks: rank 0's buffers come first.
+
+        Args:
+            is_manual: user code runs backward in it.
+        """
         if not self.windows.all_gathered:
             self.meet("training step")
         with self.windows.training(), self.step():
             self.share_buffers()
             yield
         self._may_write = False
-        # Data parallelism sends no buffers after a forward whose gradients wait.
-        self._buffers_differ = not self.reducer.accumulating
+        # Data parallelism sends no buffers after a forward whose gradients wait; under Lightning's manual optimization
+        # it takes each forward for one.
+        self._buffers_differ = not (self.reducer.accumulating or is_manual)
 
     def _forward(self) -> AbstractContextManager[None]:
         """Context of the module's own forward, which in a plain loop is the step."""

@@ -275,9 +275,17 @@ class _ZeROMixin(_DDPStrategy):
                 " the checkpoint."
             )
             return False
-        for copy in copies_of_module(module.trainer, self._flavour):
-            unshard_copy(copy, device=torch.device("cpu"))
-        unshard(module, device=torch.device("cpu"))
+        try:
+            for copy in copies_of_module(module.trainer, self._flavour):
+                unshard_copy(copy, device=torch.device("cpu"))
+            unshard(module, device=torch.device("cpu"))
+        except Exception as error:
+            if not self._interrupted:
+                raise
+            # The traceback of the user's exception may hold views of weights; it is what the user must see.
+            engine.abandoned = True
+            self._flavour.rank_zero_warn(f"After the exception the module could not be made whole: {error}")
+            return False
         return True
 
     def on_exception(self, exception: BaseException) -> None:
@@ -305,8 +313,8 @@ class _ZeROMixin(_DDPStrategy):
     # Steps
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.engine is not None
-        with self.engine.training_step():
+        assert self.engine is not None and self.lightning_module is not None
+        with self.engine.training_step(is_manual=not self.lightning_module.automatic_optimization):
             return super().training_step(*args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
