@@ -59,9 +59,6 @@ else:
 
 __all__ = ["PytorchLightningZeROStrategy", "ZeROStrategy", "register_strategies"]
 
-_DDP_ARGUMENTS = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view")
-"""Accepted, because existing projects pass them, and without a meaning here."""
-
 _START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
 
 
@@ -84,8 +81,8 @@ class _ZeROMixin(_DDPStrategy):
             run, wait for it.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend,
             timeout, start_method: as for ``DDPStrategy``.
-        ddp_arguments: ``find_unused_parameters``, ``static_graph`` and ``gradient_as_bucket_view`` are accepted and
-            change nothing: unused parameters and changing graphs just work.
+        find_unused_parameters, static_graph, gradient_as_bucket_view: accepted, because existing projects pass them,
+            and without a meaning here: unused parameters and changing graphs just work.
 
     Raises:
         ValueError: ``stage``, ``offload`` or ``state_dict_type`` is unknown, or they do not go together.
@@ -112,7 +109,10 @@ class _ZeROMixin(_DDPStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(seconds=1800),
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-        **ddp_arguments: Any,
+        find_unused_parameters: bool | None = None,
+        static_graph: bool | None = None,
+        gradient_as_bucket_view: bool | None = None,
+        **unknown: Any,
     ) -> None:
         self._offload = checked_offload(offload, stage_placements(stage))
         self._policies = activation_policies(activation_checkpointing)
@@ -127,10 +127,9 @@ class _ZeROMixin(_DDPStrategy):
         self._loaded: Mapping[str, Any] = {}
         # Weights of the checkpoint that is being made, while it keeps them.
         self._gathered: WeakValueDictionary[Any, Tensor] | None = None
-        unknown = sorted(set(ddp_arguments) - set(_DDP_ARGUMENTS))
         if unknown:
             raise TypeError(
-                f"ZeROStrategy does not know {unknown[0]!r}. It takes stage, offload, activation_checkpointing,"
+                f"ZeROStrategy does not know {min(unknown)!r}. It takes stage, offload, activation_checkpointing,"
                 " compile, units, recipe, state_dict_type, async_save and the process arguments of DDPStrategy:"
                 " `ZeROStrategy(stage=3)`."
             )
@@ -148,6 +147,12 @@ class _ZeROMixin(_DDPStrategy):
         self._units = units
         self._recipe = recipe
         self._interrupted = False
+        given = {
+            "find_unused_parameters": find_unused_parameters,
+            "static_graph": static_graph,
+            "gradient_as_bucket_view": gradient_as_bucket_view,
+        }
+        ddp_arguments = [name for name, value in given.items() if value is not None]
         if ddp_arguments:
             self._flavour.rank_zero_info(
                 f"ZeROStrategy: {', '.join(ddp_arguments)} has no meaning here and is ignored; unused parameters and"
