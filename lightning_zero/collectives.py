@@ -416,24 +416,6 @@ class Collectives:
         self.max_flags(flag).wait()
         return bool(flag.item())
 
-    def on_first_rank(self, work: Callable[[], object]) -> None:
-        """Have rank 0 do ``work``, while the others wait.
-
-        Raises:
-            RuntimeError: on the others, where it failed there.
-        """
-        error: Exception | None = None
-        if self.rank == 0:
-            try:
-                work()
-            except Exception as caught:
-                error = caught
-        failed = self.on_any_rank(error is not None)
-        if error is not None:
-            raise error
-        if failed:
-            raise RuntimeError("it failed on rank 0, which says why")
-
     def minimum(self, values: Tensor) -> Pending:
         """Elementwise minimum over ranks of a small host tensor, in place."""
         if self.group is None:

@@ -26,7 +26,7 @@ from lightning_zero.collectives import Collectives
 from lightning_zero.compiled import CompiledForwards
 from lightning_zero.flat_buffer import BufferPool
 from lightning_zero.group_plan import GroupPlan
-from lightning_zero.holders import drop_references, flatten_again
+from lightning_zero.holders import drop_references, flatten_again, keep_layout
 from lightning_zero.in_flight import InFlight
 from lightning_zero.lane import Background
 from lightning_zero.lockstep import FLOWING, Lockstep
@@ -102,6 +102,7 @@ class Engine(GroupObserver):
         """Modules whose forwards keep less for their backward."""
         compiled = CompiledForwards(compile, module, members_of_units, policy_of)
         drop_references(module)
+        keep_layout(module)
         with torch.inference_mode(False), torch.no_grad():
             adopt_buffers(module, recipe.buffers, collectives)
             blueprint = Blueprint(module, plan, self.placements, recipe, collectives.world_size, offload)
@@ -189,16 +190,21 @@ class Engine(GroupObserver):
             yield
 
     @contextmanager
-    def training_step(self) -> Iterator[None]:
-        """A `step` that a backward follows, on all ranks: rank 0's buffers come first."""
+    def training_step(self, is_manual: bool = False) -> Iterator[None]:
+        """A `step` that a backward follows, on all ranks: rank 0's buffers come first.
+
+        Args:
+            is_manual: user code runs backward in it.
+        """
         if self.lockstep.trains or not self.windows.all_gathered:
             self.meet("training step")
         with self.windows.training(), self.step():
             self.share_buffers()
             yield
         self._may_write = False
-        # Data parallelism sends no buffers after a forward whose gradients wait.
-        self._buffers_differ = not self.reducer.accumulating
+        # Data parallelism sends no buffers after a forward whose gradients wait; under Lightning's manual optimization
+        # it takes each forward for one.
+        self._buffers_differ = not (self.reducer.accumulating or is_manual)
 
     def _forward(self) -> AbstractContextManager[None]:
         """Context of the module's own forward, which in a plain loop is the step."""
@@ -315,6 +321,21 @@ class Engine(GroupObserver):
             self.windows.refresh()
         else:
             self.windows.begin_updates()
+
+    @contextmanager
+    def without_windows(self) -> Iterator[None]:
+        """Context in which modules have their own methods, as a pickle of them should."""
+        module = self._module()
+        assert module is not None
+        for forward in reversed(self._forwards):
+            forward.take_off()
+        flatten_again(module)
+        try:
+            yield
+        finally:
+            keep_layout(module)
+            for forward in self._forwards:
+                forward.put_on()
 
     # The way back
 

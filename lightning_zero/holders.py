@@ -20,6 +20,7 @@ __all__ = [
     "flatten_again",
     "holders_of_parameters",
     "homes",
+    "keep_layout",
 ]
 
 
@@ -103,12 +104,20 @@ def drop_references(module: nn.Module) -> None:
         if isinstance(submodule, nn.RNNBase):
             # Weak ones, only to notice a replacement.
             submodule._flat_weight_refs = [None for _ in submodule._flat_weight_refs]
-            # User code calls it before a forward: it would lay raw memory out anew, which is the groups' own.
-            submodule.flatten_parameters = _stay_as_laid_out  # type: ignore[method-assign]
         for name, value in vars(submodule).items():
             # A weight that `nn.utils.weight_norm` computed; it does so before each forward.
             if isinstance(value, Tensor) and value.grad_fn is not None:
                 vars(submodule)[name] = value.detach()
+
+
+def keep_layout(module: nn.Module) -> None:
+    """Have recurrent modules leave their parameters where they lie, until `flatten_again`.
+
+    User code has them do otherwise before a forward: they would lay raw memory out anew, which is the groups' own.
+    """
+    for submodule in module.modules():
+        if isinstance(submodule, nn.RNNBase):
+            submodule.flatten_parameters = _stay_as_laid_out  # type: ignore[method-assign]
 
 
 def _stay_as_laid_out() -> None:

@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import lightning_zero.sharded_ops  # noqa: F401  (gives sharded tensors their operations)
 from lightning_zero.arrivals import Arrivals
@@ -435,6 +435,14 @@ class ParamGroup:
         assert self._whole is not None
         return self.partition.view(self._whole, index).detach()
 
+    def read_resting(self, index: int) -> Tensor | None:
+        """As `read_local`, without a word to those above: what is stale stays so, and is not told."""
+        if not self.placements.keeps_whole_parameters or self.main_dtype != self.model_dtype or not self.is_gathered:
+            return None
+        self.finish_gather()
+        assert self._whole is not None
+        return self.partition.view(self._whole, index).detach()
+
     def read(self, index: int) -> Tensor:
         """The whole value in the main dtype, detached."""
         if self.main_dtype == self.model_dtype:
@@ -543,8 +551,7 @@ class ParamGroup:
         self.arrivals.remove()
         for i, parameter in enumerate(self.parameters):
             value = self.partition.view(whole, i).detach().to(self.dtypes.own, copy=True)
-            plain = nn.Parameter(value, requires_grad=parameter.requires_grad)
-            plain.__dict__.update({key: v for key, v in parameter.__dict__.items() if key not in _OWN_ATTRIBUTES})
+            plain = parameter.plain(value)
             self._hooks[i].give_back(plain)
             _exchange(self.names[i], parameter, plain)
         for i in range(len(self.leaves)):
@@ -559,9 +566,6 @@ def _began(group: ParamGroup | None) -> None:
 def _complete(group: ParamGroup | None) -> None:
     if group is not None:
         group.observer.gradients_arrived(group)
-
-
-_OWN_ATTRIBUTES = {"_fragment", "_slicing", "_owner", "_index", "_lane"}
 
 
 def _dense_stride(parameter: Tensor) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager
 from typing import Any, NoReturn, Protocol, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 
@@ -41,6 +41,10 @@ class RawMemoryError(RuntimeError):
     """Code asked for the memory of a tensor of which this rank holds a fragment."""
 
 
+class NotPicklableError(RawMemoryError, TypeError):
+    """It was to be pickled: a `TypeError`, as of all that cannot be, which code that tries looks for."""
+
+
 class Owner(Protocol):
     """Who keeps a parameter's whole value current."""
 
@@ -49,6 +53,9 @@ class Owner(Protocol):
 
     def read_local(self, index: int) -> Tensor | None:
         """The whole value if this rank has it without a collective."""
+
+    def read_resting(self, index: int) -> Tensor | None:
+        """As `read_local`, on one rank alone: the others are asked for nothing."""
 
     def touch(self, index: int, func: Any) -> Tensor:
         """What stands for the parameter, with its whole value, in a differentiable ``func``."""
@@ -90,8 +97,12 @@ _raw_grad = cast(Any, torch.Tensor.grad)
 _raw_requires_grad = cast(Any, torch.Tensor.requires_grad)
 
 
-def _refuse(name: str, action: str) -> NoReturn:
-    raise RawMemoryError(
+OWN_ATTRIBUTES = {"_fragment", "_slicing", "_owner", "_index", "_lane"}
+"""Of a sharded parameter; other ones are the user's."""
+
+
+def _refuse(name: str, action: str, kind: type[RawMemoryError] = RawMemoryError) -> NoReturn:
+    raise kind(
         f"`{name}` is sharded: this rank holds a fragment, so {action} has no memory to read."
         " Read it whole on every rank: `with lightning_zero.gathered(module): ...`. A Hugging Face model is written by"
         " all ranks together: `lightning_zero.save_pretrained(module, folder)`."
@@ -194,6 +205,14 @@ class ShardedTensor(torch.Tensor):
             value = self._slicing.shape_up(self.fragment)
         return value
 
+    def whole_here(self) -> Tensor | None:
+        """The whole value, in memory that is not to be written, if this rank alone can tell it."""
+        owner = self.owner
+        value = None if owner is None else owner.read_resting(self._index)
+        if value is None and self._slicing.replicated:
+            value = self._slicing.shape_up(self.fragment).detach()
+        return value
+
     def alias(self) -> ShardedTensor:
         """The same fragment of the same owner without gradient: what ``detach()`` and ``data`` give."""
         return ShardedTensor(self._fragment, self._slicing, owner=self._owner, index=self._index, lane=self._lane)
@@ -273,8 +292,12 @@ class ShardedTensor(torch.Tensor):
             f" elements [{own.start}, {own.stop}) here)"
         )
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        _refuse(self._slicing.name, "pickling")
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        value = self.whole_here()
+        if value is None:
+            _refuse(self._slicing.name, "pickling", NotPicklableError)
+        # A file must open where this package is not installed; a view would drag its whole buffer into it.
+        return value.clone().__reduce_ex__(protocol)
 
     def data_ptr(self) -> NoReturn:
         """Raises `RawMemoryError`."""
@@ -288,12 +311,17 @@ class ShardedTensor(torch.Tensor):
         """Raises `RawMemoryError`."""
         _refuse(self._slicing.name, "`storage()`")
 
-    def numpy(self, *, force: bool = False) -> NoReturn:
-        """Raises `RawMemoryError`."""
-        _refuse(self._slicing.name, "`numpy()`")
+    def numpy(self, *, force: bool = False) -> Any:
+        """The whole value, not to be written, if it rests here.
 
-    def __array__(self, dtype: Any = None) -> NoReturn:
-        _refuse(self._slicing.name, "numpy conversion")
+        Raises:
+            RawMemoryError: it does not.
+        """
+        return _read_only(self.whole_here(), self._slicing.name, self.requires_grad, force)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        found = self.numpy()
+        return found if dtype is None else found.astype(dtype)
 
     def is_shared(self) -> bool:
         """No other process maps this memory."""
@@ -320,6 +348,17 @@ class ShardedTensor(torch.Tensor):
         check_data(self, value)
         with torch.no_grad():
             self.copy_(value)
+
+
+def _read_only(whole: Tensor | None, name: str, requires_grad: bool, force: bool) -> Any:
+    """``whole`` as an array: what is written into it would reach no fragment."""
+    if requires_grad and not force:
+        raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
+    if whole is None:
+        _refuse(name, "`numpy()`")
+    array = whole.numpy(force=force)
+    array.flags.writeable = False
+    return array
 
 
 def check_data(tensor: ShardedTensor, value: Tensor) -> None:
@@ -397,6 +436,18 @@ class ShardedParameter(ShardedTensor):
             return value
         whole = value.whole() if isinstance(value, ShardedTensor | ShardedView) else value.detach()
         return self.kept(self._slicing.cut(whole.to(self.dtype)))
+
+    def plain(self, whole: Tensor) -> nn.Parameter:
+        """An ordinary parameter of the value ``whole``, with what user code noted on this one."""
+        found = nn.Parameter(whole, requires_grad=self.requires_grad)
+        found.__dict__.update({key: value for key, value in self.__dict__.items() if key not in OWN_ATTRIBUTES})
+        return found
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        value = self.whole_here()
+        if value is None:
+            _refuse(self._slicing.name, "pickling", NotPicklableError)
+        return self.plain(value.clone()).__reduce_ex__(protocol)
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
         """Call ``hook`` with each local gradient, whole and before it is reduced, as under data parallelism."""
@@ -476,16 +527,27 @@ class ShardedView(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"ShardedView(shape={tuple(self.shape)}, of {self._base_tensor!r})"
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        _refuse(self._base_tensor.slicing.name, "pickling a view")
+    def _whole_here(self) -> Tensor | None:
+        whole = self._base_tensor.whole_here()
+        return None if whole is None else self.view_of(whole)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        value = self._whole_here()
+        if value is None:
+            _refuse(self._base_tensor.slicing.name, "pickling a view", NotPicklableError)
+        return value.clone().__reduce_ex__(protocol)
 
     def data_ptr(self) -> NoReturn:
         """Raises `RawMemoryError`."""
         _refuse(self._base_tensor.slicing.name, "`data_ptr()` of a view")
 
-    def numpy(self, *, force: bool = False) -> NoReturn:
-        """Raises `RawMemoryError`."""
-        _refuse(self._base_tensor.slicing.name, "`numpy()` of a view")
+    def numpy(self, *, force: bool = False) -> Any:
+        """As of a sharded tensor."""
+        return _read_only(self._whole_here(), self._base_tensor.slicing.name, self.requires_grad, force)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        found = self.numpy()
+        return found if dtype is None else found.astype(dtype)
 
 
 class _Writing:

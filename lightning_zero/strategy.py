@@ -8,10 +8,11 @@ teardown                the module is whole and plain again
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -30,10 +31,10 @@ from lightning_zero.checkpoint.directory import (
     whole_views,
 )
 from lightning_zero.checkpoint.file import load_file, save_file
+from lightning_zero.checkpoint.objects import whole_values
 from lightning_zero.checkpoint.one_file import (
     full_optimizer_state,
     full_state_dict,
-    full_values,
     load_state_dict,
     shard_optimizer_state,
 )
@@ -57,9 +58,6 @@ else:
     _DDPStrategy = object
 
 __all__ = ["PytorchLightningZeROStrategy", "ZeROStrategy", "register_strategies"]
-
-_DDP_ARGUMENTS = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view")
-"""Accepted, because existing projects pass them, and without a meaning here."""
 
 _START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
 
@@ -85,8 +83,8 @@ class _ZeROMixin(_DDPStrategy):
             experts without tokens, at a price; else that is a `RanksDifferError`.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend,
             timeout, start_method: as for ``DDPStrategy``.
-        ddp_arguments: ``find_unused_parameters``, ``static_graph`` and ``gradient_as_bucket_view`` are accepted and
-            change nothing: unused parameters and changing graphs just work.
+        find_unused_parameters, static_graph, gradient_as_bucket_view: accepted, because existing projects pass them,
+            and without a meaning here: unused parameters and changing graphs just work.
 
     Raises:
         ValueError: ``stage``, ``offload`` or ``state_dict_type`` is unknown, or they do not go together.
@@ -114,7 +112,10 @@ class _ZeROMixin(_DDPStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(seconds=1800),
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-        **ddp_arguments: Any,
+        find_unused_parameters: bool | None = None,
+        static_graph: bool | None = None,
+        gradient_as_bucket_view: bool | None = None,
+        **unknown: Any,
     ) -> None:
         self._offload = checked_offload(offload, stage_placements(stage))
         self._policies = activation_policies(activation_checkpointing)
@@ -127,10 +128,11 @@ class _ZeROMixin(_DDPStrategy):
         self._async_save = async_save
         self._saver: BackgroundSaver | None = None
         self._loaded: Mapping[str, Any] = {}
-        unknown = sorted(set(ddp_arguments) - set(_DDP_ARGUMENTS))
+        # Weights of the checkpoint that is being made, while it keeps them.
+        self._gathered: WeakValueDictionary[Any, Tensor] | None = None
         if unknown:
             raise TypeError(
-                f"ZeROStrategy does not know {unknown[0]!r}. It takes stage, offload, activation_checkpointing,"
+                f"ZeROStrategy does not know {min(unknown)!r}. It takes stage, offload, activation_checkpointing,"
                 " compile, units, recipe, state_dict_type, async_save, ranks_may_differ and the process arguments of"
                 " DDPStrategy: `ZeROStrategy(stage=3)`."
             )
@@ -149,6 +151,12 @@ class _ZeROMixin(_DDPStrategy):
         self._recipe = recipe
         self._ranks_may_differ = ranks_may_differ
         self._interrupted = False
+        given = {
+            "find_unused_parameters": find_unused_parameters,
+            "static_graph": static_graph,
+            "gradient_as_bucket_view": gradient_as_bucket_view,
+        }
+        ddp_arguments = [name for name, value in given.items() if value is not None]
         if ddp_arguments:
             self._flavour.rank_zero_info(
                 f"ZeROStrategy: {', '.join(ddp_arguments)} has no meaning here and is ignored; unused parameters and"
@@ -278,9 +286,17 @@ class _ZeROMixin(_DDPStrategy):
                 " the checkpoint."
             )
             return False
-        for copy in copies_of_module(module.trainer, self._flavour):
-            unshard_copy(copy, device=torch.device("cpu"))
-        unshard(module, device=torch.device("cpu"))
+        try:
+            for copy in copies_of_module(module.trainer, self._flavour):
+                unshard_copy(copy, device=torch.device("cpu"))
+            unshard(module, device=torch.device("cpu"))
+        except Exception as error:
+            if not self._interrupted:
+                raise
+            # The traceback of the user's exception may hold views of weights; it is what the user must see.
+            engine.abandoned = True
+            self._flavour.rank_zero_warn(f"After the exception the module could not be made whole: {error}")
+            return False
         return True
 
     def on_exception(self, exception: BaseException) -> None:
@@ -308,8 +324,8 @@ class _ZeROMixin(_DDPStrategy):
     # Steps
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.engine is not None
-        with self.engine.training_step():
+        assert self.engine is not None and self.lightning_module is not None
+        with self.engine.training_step(is_manual=not self.lightning_module.automatic_optimization):
             return super().training_step(*args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -396,7 +412,10 @@ class _ZeROMixin(_DDPStrategy):
                 " Resume from the last one: `trainer.fit(model, ckpt_path='last')`."
             )
         state_dict: dict[str, Any] = self.lightning_module.state_dict()
-        return state_dict if self._is_sharded else full_state_dict(state_dict)
+        if self._is_sharded:
+            return state_dict
+        self._gathered = WeakValueDictionary()
+        return full_state_dict(state_dict, self._gathered)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         optimizer = getattr(optimizer, "_optimizer", optimizer)
@@ -444,8 +463,9 @@ class _ZeROMixin(_DDPStrategy):
             )
         if self._is_sharded:
             checkpoint = whole_views(checkpoint)
-        else:
-            checkpoint = full_values(checkpoint, collectives)
+        with nullcontext() if self.engine is None else self.engine.without_windows():
+            checkpoint = whole_values(checkpoint, collectives, self._gathered, keeps_entries=self._is_sharded)
+        self._gathered = None
         if by_others or not (self._is_sharded or is_local(path)):
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return

@@ -45,9 +45,23 @@ class WindowedForward:
         self._compiled = compiled
         self._policy = policy
         self.__wrapped__ = type(module).forward
+        self.put_on()
+
+    def put_on(self) -> None:
+        """Let the module's calls come here."""
+        module = self._module()
+        assert module is not None
         if "forward" in module.__dict__:
             module.__dict__[_PATCHED] = module.__dict__["forward"]
         module.__dict__["forward"] = self
+
+    def take_off(self) -> None:
+        """Give the module its own forward back, if it has this one."""
+        module = self._module()
+        if module is not None and module.__dict__.get("forward") is self:
+            del module.__dict__["forward"]
+            if _PATCHED in module.__dict__:
+                module.__dict__["forward"] = module.__dict__.pop(_PATCHED)
 
     def _own(self) -> Callable[..., Any]:
         """The forward that someone put on the instance, else the class's."""
@@ -78,13 +92,16 @@ class WindowedForward:
             return self._own()(*args, **kwargs)
 
     def remove(self) -> None:
-        """Give the module its own forward back; who kept this one calls that through it."""
+        """`take_off` for good; who kept this one calls the module's own forward through it."""
         self._window, self._policy = nullcontext, None
+        self.take_off()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # A file must open where this package is not installed: there the forward is the module's own.
         module = self._module()
-        if module is not None and module.__dict__.get("forward") is self:
-            del module.__dict__["forward"]
-            if _PATCHED in module.__dict__:
-                module.__dict__["forward"] = module.__dict__.pop(_PATCHED)
+        if module is None:
+            raise TypeError("A forward inside a window cannot be pickled without its module. Keep the module.")
+        return getattr, (module, "forward")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copied module shares no window: its forward is its own."""

@@ -650,12 +650,10 @@ def test_a_full_disk_is_an_error_on_every_rank(form: str, rank_that_fails: int, 
             trainer.fit(module, data(rank, 2))
         return errors
 
-    for rank, errors in enumerate(run_ranks(2, on_rank)):
+    for errors in run_ranks(2, on_rank):
         (error,) = errors
         assert "x.ckpt` was not written" in error and "One that was there before is as it was." in error
-        assert "No space left on device" in error or (
-            form == "full" and rank == 1 and "rank 0, which says why" in error
-        )
+        assert "No space left on device" in error
     assert read_plainly(tmp_path / "x.ckpt")["global_step"] == 1
     assert os.listdir(tmp_path) == ["x.ckpt"]
 

@@ -9,19 +9,18 @@ What is staged is a copy in host memory, into the same buffers each time, so at 
 from __future__ import annotations
 
 import atexit
-import copy
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from lightning_zero.checkpoint.objects import copied
 from lightning_zero.collectives import Collectives
 from lightning_zero.sharded_parameter import ShardedTensor
 
@@ -54,13 +53,14 @@ class BackgroundSaver:
         """A copy of ``checkpoint`` that training does not change; sharded tensors stay sharded. What was staged before
         is overwritten: `wait` first."""
         copies: dict[int, Any] = {}
-        staged: dict[str, Any] = tree_map(lambda value: self._staged(value, copies), checkpoint)
+        leaves, shape = tree_flatten(checkpoint)
+        staged = tree_unflatten(copied(leaves, lambda value: self._staged(value, copies)), shape)
         if torch.cuda.is_initialized():
             torch.cuda.current_stream().synchronize()
-        return staged
+        return staged  # type: ignore[no-any-return]
 
     def _staged(self, value: Any, copies: dict[int, Any]) -> Any:
-        """A copy of ``value``; what is there under several names is so afterwards."""
+        """A copy of a tensor or storage; what is there under several names is so afterwards."""
         if id(value) not in copies:
             copies[id(value)] = self._copy(value, len(copies))
         return copies[id(value)]
@@ -68,11 +68,16 @@ class BackgroundSaver:
     def _copy(self, value: Any, place: int) -> Any:
         if isinstance(value, ShardedTensor):
             return ShardedTensor(self._copied(value.fragment, place), value.slicing)
-        if isinstance(value, Tensor):
-            return value if value.is_meta else self._copied(value.detach(), place)
-        with suppress(Exception):  # what cannot be copied is as it will be when it is written
-            return copy.deepcopy(value)
-        return value
+        if not isinstance(value, Tensor):
+            return value.clone()
+        if value.is_meta:
+            return value
+        made = self._copied(value.detach(), place)
+        if not isinstance(value, nn.Parameter):
+            return made
+        parameter = nn.Parameter(made, requires_grad=value.requires_grad)
+        parameter.__dict__.update(value.__dict__)
+        return parameter
 
     def _copied(self, value: Tensor, place: int) -> Tensor:
         if value.layout is not torch.strided or not torch._prims_common.is_non_overlapping_and_dense_or_false(value):

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
+from lightning_zero.checkpoint.first_rank import on_first_rank
 from lightning_zero.checkpoint.places import META, place_of
 from lightning_zero.checkpoint.stored import CheckpointError, StoredDirectory
 from lightning_zero.collectives import Collectives
@@ -104,9 +105,9 @@ def save_directory(checkpoint: Mapping[str, Any], path: str | Path, collectives:
         place.complete()
 
     try:
-        collectives.on_first_rank(place.prepare)
+        on_first_rank(collectives, place.prepare)
         save(tensors, storage_writer=place.writer(), planner=_OneAtATime(), process_group=collectives.group)
-        collectives.on_first_rank(complete)
+        on_first_rank(collectives, complete)
     except (CheckpointException, Exception) as error:
         if is_first:
             with suppress(Exception):  # what led here is told below

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from lightning_zero.checkpoint.first_rank import on_first_rank
 from lightning_zero.checkpoint.replacing import discard, flush, part_of, require_place, take_place
 from lightning_zero.checkpoint.stored import CheckpointError
 from lightning_zero.collectives import Collectives
@@ -40,7 +41,7 @@ def save_file(checkpoint: Mapping[str, Any], path: str | Path, collectives: Coll
         take_place(part, path)
 
     try:
-        collectives.on_first_rank(write)
+        on_first_rank(collectives, write)
     except Exception as error:
         if collectives.rank == 0:
             with suppress(OSError):

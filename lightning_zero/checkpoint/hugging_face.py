@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_zero.checkpoint.first_rank import on_first_rank
 from lightning_zero.checkpoint.one_file import full_state_dict
 from lightning_zero.checkpoint.stored import CheckpointError
 from lightning_zero.collectives import Collectives
@@ -54,7 +55,7 @@ def save_pretrained(
             tokenizer.save_pretrained(folder)
 
     try:
-        collectives.on_first_rank(write)
+        on_first_rank(collectives, write)
     except Exception as error:
         raise CheckpointError(f"the model in `{folder}` was not written, or not all of it: {error}") from error
     finally:

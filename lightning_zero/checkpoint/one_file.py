@@ -8,7 +8,7 @@ Names, shapes and dtypes are the plain module's: the file knows nothing of stage
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -16,19 +16,21 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lightning_zero.checkpoint.objects import place_of_tensor
 from lightning_zero.checkpoint.stored import StoredTensor
-from lightning_zero.collectives import Collectives
 from lightning_zero.param_group import ParamGroup
 from lightning_zero.progress import progress
-from lightning_zero.sharded_parameter import ShardedTensor, ShardedView
+from lightning_zero.sharded_parameter import ShardedTensor
 
-__all__ = ["full_optimizer_state", "full_state_dict", "full_values", "load_state_dict", "shard_optimizer_state"]
+__all__ = ["full_optimizer_state", "full_state_dict", "load_state_dict", "shard_optimizer_state"]
 
 PER_PARAMETER_SCALARS = {"step", "mu_product", "eta", "mu"}
 """Optimizer state that is one number for each parameter, whatever the parameter's shape."""
 
 
-def full_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+def full_state_dict(
+    state_dict: Mapping[str, Any], gathered: MutableMapping[Any, Tensor] | None = None
+) -> dict[str, Any]:
     """``state_dict`` of a sharded module with whole tensors on the host; a collective on all ranks.
 
     Rank 0 alone receives values, one tensor at a time. On the others tensors of the same geometry on ``meta`` stand in,
@@ -37,6 +39,7 @@ def full_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         state_dict: what ``module.state_dict()`` gives at rest.
+        gathered: filled with the whole values by `place_of_tensor`.
     """
     for group in {v.owner for v in state_dict.values() if isinstance(v, ShardedTensor)}:
         if isinstance(group, ParamGroup):
@@ -44,37 +47,13 @@ def full_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[Any, Any] = {}
     full = dict(state_dict)
     for name, value in progress(list(state_dict.items()), "Gathering weights", _receives(state_dict)):
-        place = (value.owner, value._index) if isinstance(value, ShardedTensor) and value.owner else id(value)
+        place = place_of_tensor(value)
         if place not in found:
             found[place] = _full_value(value)
         full[name] = found[place]
+        if gathered is not None and isinstance(value, ShardedTensor):
+            gathered[place] = full[name]
     return full
-
-
-def full_values(checkpoint: Mapping[str, Any], collectives: Collectives) -> dict[str, Any]:
-    """``checkpoint`` with each sharded tensor in its dictionaries and lists whole on the host: a collective.
-
-    Callbacks and hooks of modules put them there: averages of weights, copies of some parameters.
-
-    Args:
-        checkpoint: the same entries on all ranks.
-        collectives: of the ranks that save it together.
-
-    Raises:
-        RuntimeError: ranks differ in how many sharded tensors they bring.
-    """
-    count = sum(isinstance(value, ShardedTensor | ShardedView) for value in tree_leaves(checkpoint))
-    extremes = torch.tensor([count, -count])
-    collectives.max_flags(extremes).wait()
-    most, fewest = int(extremes[0]), -int(extremes[1])
-    if most != fewest:
-        raise RuntimeError(
-            f"the checkpoint has {fewest} sharded tensors on one rank and {most} on another, so they cannot be made"
-            " whole together. Fill it alike on every rank in `on_save_checkpoint`: only rank 0 writes the file."
-        )
-    if not count:
-        return dict(checkpoint)
-    return tree_map(_full_value, dict(checkpoint))  # type: ignore[no-any-return]
 
 
 def load_state_dict(module: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> None:
@@ -124,11 +103,6 @@ def _full_value(value: Any) -> Any:
         if whole is not None:
             return whole.to("cpu")
         return torch.empty_strided(slicing.shape, slicing.stride, dtype=value.dtype, device="meta")
-    if isinstance(value, ShardedView):
-        # A view would drag its whole buffer into the file.
-        whole = value.whole().detach()
-        is_first = value.base.slicing.collectives.rank == 0
-        return whole.to("cpu", copy=True) if is_first else torch.empty_like(whole, device="meta")
     return value
 
 
