@@ -15,7 +15,8 @@ PACKAGE = Path(lightning_zero.__file__).parent
 FLOORS = {
     "placements": 0, "precision": 0, "autocast": 0, "_lightning": 0,
     "watch": 0, "progress": 0, "collectives": 1, "layout": 1, "cut": 1, "units": 1,
-    "host_memory": 0, "modes": 0, "stepping": 0, "saved_hooks": 0, "unfit_optimizers": 0, "kept_results": 0, "flat_buffer": 2,
+    "host_memory": 0, "modes": 0, "stepping": 0, "saved_hooks": 0, "unfit_optimizers": 0, "kept_results": 0,
+    "flat_buffer": 2,
     "offload": 2, "lane": 2, "stash": 2, "activation": 2, "activation_bytes": 2,
     "boxes": 1, "slicing": 3, "pieces": 3,
     "sharded_parameter": 3, "sharded_ops": 3, "sharded_reductions": 3, "whole_parameter": 3,
