@@ -175,7 +175,7 @@ class WholeParameter(nn.Parameter):
 
 def _is_same_memory(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors have the same elements in the same places."""
-    return bool(torch._C._is_alias_of(one, other)) and (
+    return bool(cast(Any, torch._C)._is_alias_of(one, other)) and (
         (one.dtype, one.shape, one.stride(), one.storage_offset())
         == (other.dtype, other.shape, other.stride(), other.storage_offset())
     )
