@@ -15,6 +15,7 @@ from torch import nn
 
 from lightning_zero.activation import ActivationPolicy
 from lightning_zero.modes import Unobserved
+from lightning_zero.substitutes import the_same_again
 
 __all__ = ["WindowedForward"]
 
@@ -85,7 +86,7 @@ class WindowedForward:
         module = self._module()
         if self._policy is None or module is None:
             return self._in_window(*args, **kwargs)
-        return self._policy.run(module, self._in_window, args, kwargs)
+        return self._policy.run(module, the_same_again(module, self._in_window), args, kwargs)
 
     def _in_window(self, *args: Any, **kwargs: Any) -> Any:
         with Unobserved(self._window()):

@@ -512,6 +512,53 @@ def test_an_input_that_is_written_is_an_error_in_backward(name: str) -> None:
             loss.backward()
 
 
+class Scaled(nn.Module):
+    """A block with a buffer that its result depends on, and one that each forward sets anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("factor", torch.ones(()))
+        self.register_buffer("forwards", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards = self.forwards + 1
+        return torch.tanh(self.linear(x)) * self.factor
+
+
+def _with_substitutes(rank: int, stage: int | None, policies: list[str]) -> list[Any]:
+    found = []
+    for policy in policies:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Scaled() for _ in range(3)))
+        weights = {"linear.weight": torch.randn(WIDTH, WIDTH), "linear.bias": torch.randn(WIDTH)}
+        for weight in weights.values():
+            weight.requires_grad_()
+        x = torch.randn(2, WIDTH)
+        if stage is not None:
+            checkpointing = None if policy == "none" else POLICIES[policy]()
+            lightning_zero.shard(model, stage=stage, units=[Scaled], activation_checkpointing=checkpointing)
+        x = model[0](x)
+        x = torch.func.functional_call(model[1], {**weights, "factor": torch.tensor(2.0)}, (x,))
+        inside = {f"2.{name}": weight * 2 for name, weight in weights.items()}
+        torch.func.functional_call(model, inside, (x,)).square().sum().backward()
+        found.append(([weight.grad for weight in weights.values()], [block.forwards.item() for block in model]))
+    return found
+
+
+@pytest.mark.parametrize("stage", WHOLE_AND_SHARDED)
+def test_what_stands_in_the_place_of_weights_and_buffers_does_so_in_the_second_forward(stage: int) -> None:
+    """`functional_call` on a block, and on the whole model; backward comes when it is long over. The twin is plain. A
+    buffer that a forward sets anew counts its first forward alone."""
+    policies = ["none", *RECOMPUTED]
+    ((expected, forwards),) = _with_substitutes(0, None, ["none"])
+    for ranks in run_ranks(2, _with_substitutes, stage, policies):
+        for policy, (grads, counted) in zip(policies, ranks, strict=True):
+            assert counted == forwards, policy
+            for grad, value in zip(grads, expected, strict=True):
+                assert torch.allclose(grad, value, rtol=0, atol=1e-6), policy
+
+
 def test_activations_that_wait_on_the_host_may_be_overwritten_on_the_device() -> None:
     """The copy is from the time when it was saved: gradients are those of the forward, where plain training raises."""
     gradients = []

@@ -21,7 +21,7 @@ FLOORS = {
     "boxes": 1, "slicing": 3, "pieces": 3,
     "sharded_parameter": 3, "sharded_ops": 3, "sharded_reductions": 3, "whole_parameter": 3,
     "partition": 3, "main_weights": 3, "param_group": 4, "param_hooks": 4, "gradients": 4, "arrivals": 4,
-    "unit": 5, "window": 5, "windowed_forward": 5, "compiled": 5, "reducer": 5, "lockstep": 5,
+    "unit": 5, "window": 5, "windowed_forward": 5, "substitutes": 4, "compiled": 5, "reducer": 5, "lockstep": 5,
     "group_plan": 2, "in_flight": 2, "holders": 4, "blueprint": 5, "offloading": 5, "assembly": 5,
     "engine": 6, "sharding": 6, "copies": 6, "gathering": 6, "held": 6, "host": 6, "checkpoint": 6,
     "planner": 6, "recording": 6, "out_of_memory": 6, "monitor_report": 0, "resident": 0, "monitor": 7,
