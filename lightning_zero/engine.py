@@ -94,7 +94,6 @@ class Engine(GroupObserver):
         """Whether someone marks training steps, as a Trainer does; else each training forward is one."""
         self.abandoned = False
         self._may_write = False
-        self._updates_at = -1
         plan = find_units(module, units)
         members_of_units = [member for unit in plan for _, member in unit]
         policy_of = chosen_policies(module, members_of_units, policies)
@@ -284,14 +283,8 @@ class Engine(GroupObserver):
 
     # Optimizer steps, from torch's hooks
 
-    @property
-    def updating(self) -> bool:
-        """Whether an optimizer's own code runs; a closure's forward is none of it."""
-        return self.windows.num_steps == self._updates_at
-
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Parameters are at rest while an optimizer steps."""
-        self._updates_at = self.windows.num_steps
         self.reducer.recover()
         self.root.swap_out()
         self.adopt(optimizer)
@@ -312,7 +305,6 @@ class Engine(GroupObserver):
     def after_optimizer_step(self) -> None:
         """Begin to gather what the step made stale: the next forward needs it soon."""
         self._may_write = False
-        self._updates_at = -1
         if self._offloading is not None:
             self._offloading.after_step()
         if self.lockstep.asked:

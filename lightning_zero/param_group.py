@@ -33,6 +33,7 @@ from lightning_zero.param_hooks import ParamHooks
 from lightning_zero.partition import Partition
 from lightning_zero.sharded_parameter import ShardedParameter, ShardedTensor
 from lightning_zero.slicing import Slicing
+from lightning_zero.stepping import is_stepping
 from lightning_zero.whole_parameter import ConcealedParameter, NarrowParameter, WholeParameter
 
 __all__ = ["GroupObserver", "ParamGroup"]
@@ -40,11 +41,6 @@ __all__ = ["GroupObserver", "ParamGroup"]
 
 class GroupObserver:
     """What a group tells those above it; the default does nothing but keep values current."""
-
-    @property
-    def updating(self) -> bool:
-        """Whether an optimizer's own code runs, which computes with main weights."""
-        return False
 
     def needed(self, group: ParamGroup) -> None:
         """Whole values of ``group`` are read at rest."""
@@ -479,7 +475,7 @@ class ParamGroup:
     def computes_apart(self) -> bool:
         """Whether code computes in the model dtype now, where another one rests."""
         # A narrow leaf tells the dtype that rests, and autocast's functions round what rests to what it holds.
-        return self.main_dtype != self.model_dtype and not (self.dtypes.narrow or self.observer.updating)
+        return self.main_dtype != self.model_dtype and not (self.dtypes.narrow or is_stepping())
 
     def operating(self) -> AbstractContextManager[Any]:
         """Context of one operation: what is touched inside stays whole to its end, and is saved as a place."""

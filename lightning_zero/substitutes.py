@@ -57,5 +57,5 @@ def _put_back(places: list[Place]) -> Iterator[None]:
     try:
         yield
     finally:
-        for (held, name, _), value in zip(places, before, strict=True):
-            held[name] = value
+        for (held, name, _), own in zip(places, before, strict=True):
+            held[name] = own

@@ -129,8 +129,7 @@ class Windows:
         self._saves_leaves = False
         self._shares = any(group.layout.num_shards > 1 for group in self._unit_of)
         self._left_gathers = False
-        self.num_steps = 0
-        """Steps of user code that run, one inside another."""
+        self._steps = 0
         # What one rank does alone must not change what it gathers unasked in training.
         self._order = {flows: _Order() for flows in (True, False)}
         self._prefetched: Unit | None = None
@@ -146,7 +145,7 @@ class Windows:
     @contextmanager
     def step(self) -> Iterator[None]:
         """Context in which the root opens at the first touch or unit call, and weights are saved as places."""
-        if self.num_steps == 0:
+        if self._steps == 0:
             for order in self._order.values():
                 order.previous = None
             self._let_go()
@@ -156,13 +155,13 @@ class Windows:
             if self._flows:
                 self._flow()
                 self.refresh(self.root)
-        self.num_steps += 1
+        self._steps += 1
         try:
             with self.saving():
                 yield
         finally:
-            self.num_steps -= 1
-            if self.num_steps == 0:
+            self._steps -= 1
+            if self._steps == 0:
                 self._end_step()
 
     @contextmanager
@@ -194,7 +193,7 @@ class Windows:
     @property
     def in_step(self) -> bool:
         """Whether a step runs."""
-        return self.num_steps > 0
+        return self._steps > 0
 
     def _end_step(self) -> None:
         if self.root.depth:
@@ -268,7 +267,7 @@ class Windows:
         unit.depth += 1
 
     def _open_in_forward(self, unit: Unit) -> None:
-        if self.num_steps:
+        if self._steps:
             self._open_root()
         # Several modules of one unit in a row: what was gathered ahead still comes after them.
         if unit is not self._lingering:
@@ -316,7 +315,7 @@ class Windows:
             if self._lingering is not None and self._lingering is not unit:
                 self._close(self._lingering)
             self._lingering = unit
-            if not self.num_steps:
+            if not self._steps:
                 self._let_go()
 
     def _let_go(self, keep: Unit | None = None) -> None:
@@ -337,7 +336,7 @@ class Windows:
 
     def open_in_backward(self, unit: Unit) -> None:
         """Make ``unit`` whole during backward, and gather the one that backward reaches next."""
-        if unit.is_whole and (self.num_steps or unit is not self._lingering):
+        if unit.is_whole and (self._steps or unit is not self._lingering):
             unit.wait()
             return
         self._on_backward()
@@ -405,7 +404,7 @@ class Windows:
         """As `needed`, to the end of the operation; within a step the root opens too."""
         self._operands[self._unit_of[group]] = None
         self.needed(group)
-        if self.num_steps and not in_backward():
+        if self._steps and not in_backward():
             self._open_root()
 
     @unobserved
