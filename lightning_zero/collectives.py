@@ -122,9 +122,9 @@ class Collectives:
             ``group``: on gloo, tags tell the messages of one from those of the other.
     """
 
-    record: ClassVar[Callable[[str, str, int], object] | None] = None
-    """Called with each collective in turn: its order ("gathers", "reductions" or "flags"), purpose and bytes. In each
-    order all ranks must have the same ones."""
+    record: ClassVar[Callable[[str, str, str, int], object] | None] = None
+    """Called with each collective in turn: the name of its ranks' process group, its order ("gathers", "reductions" or
+    "flags"), purpose and bytes. In each order of a group all ranks must have the same ones."""
 
     def __init__(
         self,
@@ -226,7 +226,8 @@ class Collectives:
             self.meet(purpose)
         self._count(purpose, tensor, times)
         if Collectives.record is not None:
-            Collectives.record(order, purpose, times * tensor.numel() * tensor.element_size())
+            assert self.group is not None
+            Collectives.record(self.group.group_name, order, purpose, times * tensor.numel() * tensor.element_size())
         return self.watch.launch(f"{order}, {purpose}" if tag is None else tag)
 
     def _count(self, purpose: str, tensor: Tensor, times: int = 1) -> None:

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 
 from lightning_zero.collectives import Collectives
 
-Journal = list[tuple[str, str, int]]
+Journal = list[tuple[str, str, str, int]]
 
 
 def begin() -> Journal:
     """A journal of this process from now on."""
     journal: Journal = []
-    Collectives.record = lambda order, purpose, nbytes: journal.append((order, purpose, nbytes))
+    Collectives.record = lambda *entry: journal.append(entry)
     return journal
 
 
@@ -28,13 +28,13 @@ def compare(journals: Sequence[Journal]) -> None:
     Raises:
         AssertionError: two differ, with the first difference.
     """
-    for order in ("gathers", "reductions", "flags"):
-        first, *others = ([entry[1:] for entry in journal if entry[0] == order] for journal in journals)
+    for order in dict.fromkeys(entry[:2] for journal in journals for entry in journal):
+        first, *others = ([entry[2:] for entry in journal if entry[:2] == order] for journal in journals)
         for rank, other in enumerate(others, start=1):
             if first == other:
                 continue
             at = next((i for i, (a, b) in enumerate(zip(first, other)) if a != b), min(len(first), len(other)))
             raise AssertionError(
-                f"ranks 0 and {rank} differ in {order} from number {at} of {len(first)} and {len(other)}:"
+                f"ranks 0 and {rank} differ in {order[1]} from number {at} of {len(first)} and {len(other)}:"
                 f" {first[at : at + 3]} and {other[at : at + 3]}"
             )

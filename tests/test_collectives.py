@@ -198,7 +198,7 @@ def _orders(rank):
     collectives = Collectives(group, CPU, flags, reductions)
     collectives._is_native = True
     journal = []
-    Collectives.record = lambda order, purpose, nbytes: journal.append(order)
+    Collectives.record = lambda group, order, purpose, nbytes: journal.append(order)
     with pytest.MonkeyPatch.context() as patch:
         groups = _Groups(patch)
         whole, shard, pending = torch.zeros(4), torch.ones(2), []
