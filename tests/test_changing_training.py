@@ -379,7 +379,7 @@ class Compares(Manual):
 def test_comparing_parameters_moves_none_of_them(stage: int) -> None:
     """`torch.equal` exchanges an answer of one byte for each pair that is cut alike, in grad mode too."""
     batches = vectors(3, 4, 3)
-    strategy = ZeROStrategy(stage, units=["Block"])
+    strategy = ZeROStrategy(stage, units=["Linear"])
     twin, runs = fit_plain(Compares, batches), fit_ranks(stage, Compares, batches, strategy=strategy)
     assert_trained_as(twin, runs)
     for run in runs:
