@@ -222,7 +222,7 @@ def _may_be_fused(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     asked = group.get("fused") is not None or group.get("foreach") is not None
     asked = asked or bool(group.get("differentiable") or group.get("capturable"))
     # A rate that is a tensor is not taken by each of the kernels.
-    if asked or isinstance(group["lr"], Tensor) or not all(p.is_floating_point() for p in group["params"]):
+    if asked or isinstance(group.get("lr"), Tensor) or not all(p.is_floating_point() for p in group["params"]):
         return False
     # The kernel takes momenta of all parameters or begins those of all, and some get their first gradient late.
     momenta = {optimizer.state.get(p, {}).get("momentum_buffer") is None for p in group["params"]}
