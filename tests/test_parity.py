@@ -702,7 +702,8 @@ def _write(parameter, how):
         elif how == "mask":
             parameter[parameter > 0] = 0.0
         elif how == "init":
-            nn.init.constant_(parameter, 0.3)
+            # Not a constant: all logits would be equal, and the temperature's gradient rounding noise, which Adam scales.
+            nn.init.eye_(parameter)
         elif how == "view flat":
             parameter.view(-1)[3::2].mul_(-1)
         elif how == "copy_":
