@@ -163,7 +163,7 @@ class Engine(GroupObserver):
             self.meet(purpose)
         elif self.lockstep.trains:
             # Nothing is whole that all ranks must hold, so nothing is let go of.
-            self.lockstep.meet(FLOWING[purpose])
+            self.lockstep.meet(FLOWING[purpose], agrees=False)
         else:
             self.windows.complete()
             if self.lockstep.asked:
@@ -178,7 +178,7 @@ class Engine(GroupObserver):
         if not self.abandoned:
             self.windows.complete()
             self.windows.pause()
-            self.windows.agree_on_root(self.lockstep.meet(place, self.root.is_gathered))
+            self.lockstep.meet(place)
 
     @contextmanager
     def step(self) -> Iterator[None]:

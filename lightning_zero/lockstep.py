@@ -77,12 +77,24 @@ class _Exchange:
     pending: Pending
 
 
+class Member(Protocol):
+    """The windows of one module, whose root is whole on all ranks, or on none, where training flows."""
+
+    @property
+    def holds_root(self) -> bool:
+        """Whether the root is whole here, or about to be."""
+
+    def agree_on_root(self, all_hold: bool) -> None:
+        """Let go of the root unless every rank holds it."""
+
+
 class _Numbers:
     """Numbers of everything that is sharded over one process group: the same on every rank."""
 
     def __init__(self) -> None:
         self.units: dict[int, weakref.ref[Servable]] = {}
         self.modules = 0
+        self.members: weakref.WeakSet[Member] = weakref.WeakSet()
         self.asked = False
         self.ahead: _Exchange | None = None
 
@@ -126,17 +138,25 @@ class Lockstep:
         if following is not None:
             self._shared.ahead = self._begin(self._number[following], True)
 
-    def meet(self, place: str, holds_root: bool = True) -> bool:
-        """Serve until all ranks are at ``place``, one of `PLACES`. Returns whether every rank ``holds_root``.
+    def join(self, windows: Member) -> None:
+        """Have meetings agree on the root of ``windows``: those of other modules too, after which nobody may ask."""
+        self._shared.members.add(windows)
+
+    def meet(self, place: str, agrees: bool = True) -> None:
+        """Serve until all ranks are at ``place``, one of `PLACES`.
+
+        Args:
+            place: the same on all ranks.
+            agrees: whether roots that are not whole everywhere are let go of: what follows gathers unasked.
 
         Raises:
             RanksDifferError: another rank is elsewhere, and asks for nothing.
         """
         if self._collectives.world_size == 1:
-            return holds_root
+            return
         number = self._first_place + _NAMES.index(place)
         while True:
-            lowest, highest, all_hold = self._exchange(number, holds_root)
+            lowest, highest, all_hold = self._exchange(number, all(each.holds_root for each in self._shared.members))
             if lowest >= _FIRST_PLACE:
                 break
             self._serve(lowest, wanted=False)
@@ -148,7 +168,8 @@ class Lockstep:
                 " cannot go on together. Give every rank the same number of training batches (`drop_last=True`, a"
                 " `DistributedSampler`), and call what communicates on all ranks or on none."
             )
-        return all_hold
+        for windows in self._shared.members if agrees else ():
+            windows.agree_on_root(all_hold)
 
     @staticmethod
     def _describe(number: int) -> str:

@@ -115,6 +115,7 @@ class Windows:
         self._on_backward = on_backward
         self._lockstep = lockstep
         self._asks = lockstep.trains
+        lockstep.join(self)
         self._training = 0
         self._graph_trains = False
         self._number = {unit: number for number, unit in enumerate((root, *units), start=1)}
@@ -496,6 +497,11 @@ class Windows:
         """Let go of what may be whole on this rank alone, and of what it alone expects, before all go on together."""
         self._let_go()
         self._order[False] = _Order()
+
+    @property
+    def holds_root(self) -> bool:
+        """Whether the root is whole, or about to be."""
+        return self.root.is_gathered
 
     def agree_on_root(self, all_hold: bool) -> None:
         """Let go of the root where some rank does not hold it, unless it is in use."""

@@ -252,7 +252,7 @@ def _frozen(rank: int, stage: int) -> Any:
     model = nn.Sequential(*(nn.Linear(7, 7) for _ in range(9)), nn.Linear(7, 3))
     model[:9].requires_grad_(False).to(torch.bfloat16)
     before = [parameter.clone() for parameter in model[:9].parameters()]
-    lightning_zero.shard(model, stage=stage, precision=RECIPES["bf16-mixed"])
+    lightning_zero.shard(model, stage=stage, precision=RECIPES["bf16-mixed"], units=[nn.Linear])
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
     for _ in range(2):
         with torch.autocast("cpu", torch.bfloat16):
