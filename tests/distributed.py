@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 
 from lightning_zero.sharded_parameter import ShardedTensor
 
-TIMEOUT = 60.0
+TIMEOUT = 150.0
 """Seconds after which ranks count as hanging."""
 
 

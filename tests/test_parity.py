@@ -702,7 +702,7 @@ def _write(parameter, how):
         elif how == "mask":
             parameter[parameter > 0] = 0.0
         elif how == "init":
-            # Not a constant: all logits would be equal, and the temperature's gradient rounding noise, which Adam scales.
+            # Not a constant: logits would be equal, and the temperature's gradient noise, which Adam scales.
             nn.init.eye_(parameter)
         elif how == "view flat":
             parameter.view(-1)[3::2].mul_(-1)
