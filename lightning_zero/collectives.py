@@ -421,7 +421,7 @@ class Collectives:
         """Elementwise minimum over ranks of a small host tensor, in place."""
         if self.group is None:
             return Pending()
-        operation = self._begin("lockstep", values, times=self.world_size, order="flags")
+        operation = self._begin("lockstep", values, times=2, order="flags")
         # Not an all-reduce, as flags: a rank that meets while another one is in a backward must not be taken for that
         # one's peer. Gloo tells collectives of different kinds from each other, and of one kind it aborts the process.
         of_all = values.new_empty(self.world_size, len(values))

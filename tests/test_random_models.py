@@ -139,9 +139,9 @@ def examples(draw: Any) -> Example:
         hooked=draw(some(small, 0, 2)),
         anchor=draw(st.booleans()),
         meta=draw(rarely(st.just(True), False, 6)),
-        asks=draw(rarely(st.just(True), False, 3)),
         optimizer=draw(st.sampled_from(["sgd", "adamw", "sgd, decay, loop", "adamw, loop", "adamw, fused"])),
         program=draw(programs()),
+        asks=draw(rarely(st.just(True), False, 3)),
     )
 
 
