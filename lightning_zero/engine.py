@@ -39,7 +39,7 @@ from lightning_zero.sharded_parameter import ShardedParameter
 from lightning_zero.unfit_optimizers import refuse_unfit_optimizer
 from lightning_zero.unit import Unit
 from lightning_zero.units import UnitSpec, find_units
-from lightning_zero.watch import CollectiveFailedError
+from lightning_zero.watch import CollectiveFailedError, RanksDifferError
 from lightning_zero.window import Windows, in_backward
 from lightning_zero.windowed_forward import WindowedForward
 
@@ -373,7 +373,7 @@ class Engine(GroupObserver):
         # Not for updates: a garbage collection may run this in the background thread itself, or where a lane is held.
         # Who reads their results later, as an average of the weights, waits for them.
         if not self.abandoned:
-            with suppress(CollectiveFailedError):  # nobody is left to receive this rank's part
+            with suppress(CollectiveFailedError, RanksDifferError):  # nobody is left to receive this rank's part
                 self._finish_gathers()
         for group in self.groups:
             group.observer = GroupObserver()

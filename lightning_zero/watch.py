@@ -191,7 +191,9 @@ class _Looks:
             self._told = now
             self._number += 1
             waits = {"what": what, "since": since, "operation": operation} if suspicious else None
-            launched = {str(sequence): number for sequence, number in watch._launched.items()} if suspicious else {}
+            # Copied at once: the main thread goes on counting.
+            counts = dict(watch._launched) if suspicious else {}
+            launched = {str(sequence): number for sequence, number in counts.items()}
             watch.write(watch._rank, {"line": watch.line, "number": self._number, "waits": waits, "launched": launched})
         if since != self._reported and now - since > watch._patience:
             self._reported = since
