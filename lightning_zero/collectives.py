@@ -184,8 +184,7 @@ class Collectives:
 
         # Not on gloo: its reductions are messages with tags of their own, and a group more would cost connections. On
         # NCCL two communicators may be at work at once: a reduction waits for ranks that have not come to it, while
-        # they wait for a gather that this rank has launched before. No rank's gather waits, on the device, for a
-        # reduction that another rank launches after that gather.
+        # they wait for a gather that this rank has launched before.
         backend = dist.get_backend(group)
         return cls(group, device, same_ranks("gloo"), None if backend == "gloo" else same_ranks(backend))
 

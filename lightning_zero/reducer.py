@@ -183,7 +183,9 @@ class Reducer:
 
     def _launch(self, group: ParamGroup) -> None:
         # One reduction under way at a time: at most two units' gradients are whole, this one's and the next one's.
-        # The others join it without waiting for anything but the start of this backward, so this cannot hang.
+        # The others join it when their own backward is done with the group. One that needs a gather of this rank's
+        # before that, as where ranks use the root at different depths at stage 3, waits for it while this rank waits
+        # for that one. With `ranks_may_differ` all meet before, and nothing waits so.
         if self._under_way is not None:
             self._under_way.gradients.settle()
         self._under_way = group
