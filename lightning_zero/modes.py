@@ -43,15 +43,21 @@ def unobserved(function: Callable[P, T]) -> Callable[P, T]:
 
 
 class Unobserved(AbstractContextManager[T]):
-    """``context``, entered and left unobserved; what runs in it is not."""
+    """``context``, entered and left unobserved and uncompiled; what runs in it is neither.
+
+    A compiler that is active around it would else take our own lines for the model's: one that it cannot trace would be
+    the end of a graph that has to be whole.
+    """
 
     def __init__(self, context: AbstractContextManager[T]) -> None:
         self._context = context
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     @unobserved
     def __enter__(self) -> T:
         return self._context.__enter__()
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     @unobserved
     def __exit__(self, *exc: Any) -> bool | None:
         return self._context.__exit__(*exc)
