@@ -3,7 +3,7 @@
 Selective checkpointing is a dispatch mode: it wants the second forward to run the operations of the first, and a
 gather, a buffer that is new, or a copy from the host come at one time and not at the other. What is made inside a
 transform of `torch.func` is one of its wrappers, without memory of its own. A backward that builds a graph records what
-runs in its hooks.
+runs in its hooks. A compiler traces whatever it meets.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ def unobserved(function: Callable[P, T]) -> Callable[P, T]:
 
 
 class Unobserved(AbstractContextManager[T]):
-    """``context``, entered and left unobserved and uncompiled; what runs in it is neither.
+    """``context``, entered and left unobserved and uncompiled; what runs in it is observed and compiled as around it.
 
-    A compiler that is active around it would else take our own lines for the model's: one that it cannot trace would be
-    the end of a graph that has to be whole.
+    A compiler that is active there would take our own lines for the model's, and end a graph that has to be whole at
+    the first that it cannot trace.
     """
 
     def __init__(self, context: AbstractContextManager[T]) -> None:

@@ -22,12 +22,14 @@ from lightning.pytorch.utilities.compile import from_compiled, to_uncompiled
 from rows import Regression, assert_trained_as, fit_plain, fit_ranks, mean_losses, trunk, vectors
 from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager, eager
+from torch._dynamo.utils import get_compilation_metrics
 from torch.nn import functional as F
 from twin import EXACT, WORLD_SIZE, Outcome, assert_close, build, sgd, shard, train
 
 import lightning_zero
 from lightning_zero.engine import engine_of
 from lightning_zero.precision import RECIPES
+from lightning_zero.windowed_forward import WindowedForward
 
 STAGES = (1, 3)
 """To a compiler a stage is where weights rest, whole or sharded. The longest way is tried at every stage."""
@@ -417,6 +419,25 @@ def test_a_graph_of_all_blocks_cannot_be_had() -> None:
 
     for message in run_ranks(WORLD_SIZE, on_rank):
         assert "`fullgraph=True`" in message and "lightning_zero" in message
+
+
+def test_a_compiler_does_not_see_how_a_window_is_entered_and_left() -> None:
+    """It compiles the forward inside alone: lines of ours that it could not trace were named in the window's place."""
+
+    class Window:
+        def __enter__(self) -> None:
+            torch.ones(2).sum()
+
+        def __exit__(self, *exc: object) -> None:
+            torch.ones(2).sum()
+
+    def on_rank(rank: int) -> list[str]:
+        block = Block()
+        WindowedForward(block, Window)
+        torch.compile(block, backend="eager")(torch.ones(2, 5))
+        return [str(compiled.co_name) for compiled in get_compilation_metrics()]
+
+    assert run_ranks(1, on_rank) == [["forward"]]
 
 
 # `compile=`: the forwards of units, one graph for equal ones
